@@ -53,7 +53,7 @@ TEST_FOLDERS := tests/story tests/rot tests/conformance tests/unit tests/test_ar
 REST_FOLDERS := tests/gpu tests/pages tests/simulation tests/integration tests/faults
 # Jobs of many ranks or of rare ways, which are the last to be run.
 LAST_JOBS := $(foreach name,back_pressure closed_terminal dcp_states exit_codes_of_jobs init lightning_checkpointing \
-	count_oom_kills near_reading peers sharded split_changes stopping_stager vanished_host, \
+	memory_kills near_reading peers sharded split_changes stopping_stager vanished_host, \
 	tests/integration/test_$(name).py)
 MORE_FOLDERS := tests/chaos/regular $(LAST_JOBS) tests/hosts/regular tests/slurm/regular tests/infra tests/fuzz
 # A unit test that takes more CPU than this, its children included, fails (tests/support/costs.py). For .ci/run alone,

@@ -74,7 +74,7 @@ def _serve(port: TrainersPort, chunks: int, chunk_bytes: int) -> None:
                 under_way.add((rank, slot))
                 left[rank] -= 1
         port.poll()
-        came = [place for place in under_way if port.received(*place) is not None]
+        came = [place for place in under_way if port.pop_received(*place) is not None]
         for rank, slot in came:
             under_way.discard((rank, slot))
             free.append(slot)
@@ -123,10 +123,10 @@ def _tcp_stager(place: Path, host: str, chunks: int, chunk_bytes: int, *, with_t
     listener = JobListener(sock, reactor, _KEY, ranks=RANKS, tls=tls)
     _tell(place, sock)
     while (hello := listener.next_job()) is None:
-        reactor.turn()
+        reactor.run_once()
         time.sleep(0.001)
     port = TcpTrainersPort(reactor, hello, reconnect_seconds_max=30.0, start_seconds_max=_SECONDS_MAX)
-    listener.open(port)
+    listener.open_job(port)
     _serve(port, chunks, chunk_bytes)
 
 

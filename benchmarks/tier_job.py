@@ -110,7 +110,7 @@ def main() -> None:
         if event == "save":
             copies.append(fields["copy_seconds"])
 
-    checkpointer._events.listen(hear)
+    checkpointer._events.add_listener(hear)
     peer = _Tiered(checkpointer)
     for step in range(_WARM_UP_SAVES):
         peer.save(step)

@@ -96,8 +96,8 @@ class Counting:
         self.nbytes = 0
 
     @property
-    def how(self) -> str:
-        return self._medium.how
+    def write_mode(self) -> str:
+        return self._medium.write_mode
 
     @property
     def copy(self) -> Copy | None:

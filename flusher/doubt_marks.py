@@ -22,14 +22,14 @@ _NOTE_CHARACTERS_MAX = 4096
 
 
 class DoubtMarks:
-    """Marks torn checkpoints in the store. `write_all` and `marked` run in the maintenance thread.
+    """Marks torn checkpoints in the store. `write_all` and `with_mark` run in the maintenance thread.
 
     Args:
         context: Its inbox gets a `FencedError` when another writer has taken the run over.
         replace: Overwrites a manifest in the store.
 
     Attributes:
-        owed: Whether a published checkpoint may still lack its mark.
+        is_pending: Whether a published checkpoint may still lack its mark.
     """
 
     def __init__(self, context: FlusherContext, replace: Callable[[Manifest], None]) -> None:
@@ -38,7 +38,7 @@ class DoubtMarks:
         self._doubts: tuple[DoubtedSteps, ...] = ()
         self._refused_since: tuple[float, HoldfastError] | None = None  # when marking began, and the last error
         self._stopped = False
-        self.owed = False
+        self.is_pending = False
 
     @property
     def store_refusal(self) -> tuple[float, HoldfastError] | None:
@@ -65,7 +65,7 @@ class DoubtMarks:
         _log.error("%s is doubtful, and restore prefers others: %s", key, reason)
         fields = {"attempt": key.attempt, "note": reason[:_NOTE_CHARACTERS_MAX]}
         self._events.emit("doubted", fields, step=key.step)
-        return manifest.doubted(reason)
+        return manifest.with_doubt(reason)
 
     def write_all(self) -> None:
         """Mark all doubted manifests in the store; retry until that succeeds or `stop` is called."""
@@ -79,11 +79,11 @@ class DoubtMarks:
             except HoldfastError as error:
                 _log.warning("doubtful checkpoints are not marked yet; retrying: %s", error)
                 self._refused_since = since, error
-                self._inbox.put(None)  # wakes the loop, which may be idle: it looks at `refused`
+                self._inbox.put(None)  # wakes the loop, which may be idle: it looks at `store_refusal`
                 time.sleep(_RETRY_SECONDS)
             else:
                 self._refused_since = None
-                self.owed = doubts is not self._doubts
+                self.is_pending = doubts is not self._doubts
                 return
 
     def _mark_published(self, doubts: Sequence[DoubtedSteps]) -> None:

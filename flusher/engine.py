@@ -73,8 +73,8 @@ class Engine:
 
     Args:
         context: Store and lease of the run, and the inbox for the threads' answers.
-        request_room: Called with the chunk count of each new image. Returns True if it will put `RingGrown` messages into
-            the inbox, the last one with a note.
+        request_room: Called with the chunk count of each new image. Returns True if it will put `RingGrown` messages
+            into the inbox, the last one with a note.
 
     Attributes:
         listener: May be replaced between two turns.
@@ -139,7 +139,7 @@ class Engine:
             return None
         part_chunks = part_chunks_for(self._store_url, layout.image_bytes, layout.chunk_bytes)
         shares = Shares.of(layout, writers, part_chunks)
-        return None if shares.count == 1 and self._share.leads else ImageShare(shares, self._share.index)
+        return None if shares.count == 1 and self._share.is_lead else ImageShare(shares, self._share.index)
 
     def _find_resume(self, key: CheckpointId, layout: Layout) -> Resume | None:
         """Return what a dead flusher recorded of this checkpoint."""
@@ -161,11 +161,11 @@ class Engine:
 
     def begin_attempt(self) -> None:
         """Note that the ring belongs to another job from now on."""
-        self._runner.looks.begin_attempt()
+        self._runner.polls.begin_attempt()
 
     def request_outcome(self, key: CheckpointId) -> None:
         """Report again how a checkpoint ended that the ring no longer has: it ended while no stager listened."""
-        outcome = self._outcomes.ask(key)
+        outcome = self._outcomes.lookup(key)
         if outcome is not None:
             self._report_outcome(key, outcome)
 
@@ -183,26 +183,26 @@ class Engine:
         if not self._pipeline.knows(key):
             self._ring.remove_checkpoint(*key)  # it was given up, and the stager did not know yet
             return
-        said = self._ring.checkpoint(*key)
-        at = StepRecord.from_json(said.record).staged_at_unix if said else None
+        checkpoint = self._ring.checkpoint(*key)
+        at = StepRecord.from_json(checkpoint.record).staged_at_unix if checkpoint else None
         self._jobs.staged_at_unix[key] = time.time() if at is None else float(at)
-        if not self._pipeline.any_staged():
-            self._succession.store_took()
+        if not self._pipeline.has_staged():
+            self._succession.on_store_progress()
         self._process(Staged(key))
-        self._runner.looks.expect(key)
+        self._runner.polls.on_share_complete(key)
 
     def abort(self, key: CheckpointId, error: HoldfastError) -> None:
         """Give up a checkpoint; an unknown one is ignored."""
         self._process(Aborted(key, error))
-        self._runner.at_once(key)
+        self._runner.make_due(key)
 
     def load_doubts(self) -> None:
         """Read from beside the ring which steps may be torn, and mark them."""
-        self._maintenance.doubt(read_doubts(self._ring.directory))
+        self._maintenance.update_doubts(read_doubts(self._ring.directory))
 
     def load_proofs(self) -> None:
         """Read from beside the ring what the steps after the newest checkpoints used, and write the proofs."""
-        self._maintenance.prove(read_proofs(self._ring.directory))
+        self._maintenance.update_proofs(read_proofs(self._ring.directory))
 
     def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
         """Give up a checkpoint in the ring, even one that was not begun here, and abort its upload."""
@@ -282,7 +282,7 @@ class Engine:
 
     def run_once(self) -> None:
         """Handle the threads' messages and start due jobs. Raises `FencedError` if another writer took the run over."""
-        for item in self._inbox.take():
+        for item in self._inbox.drain():
             if isinstance(item, RingGrown):
                 self._grow(item)
             elif isinstance(item, Opened) and self._growing and not item.resumable:
@@ -290,9 +290,9 @@ class Engine:
                 self._opened_early.append(item)
             else:
                 self._handle(item)
-        self._runner.do_due()
+        self._runner.run_due()
         self._make_room()
-        self._maintenance.give_way(self._runner.running > 0)
+        self._maintenance.set_busy(self._runner.running > 0)
 
     def stop(self) -> None:
         """Stop the threads: drop queued jobs, and wait for running ones."""
@@ -310,7 +310,7 @@ class Engine:
                 self._reported_given_up.discard(key)
                 self._ring.remove_checkpoint(*key)
                 self._end(key, error)
-                self._maintenance.given_up(key)
+                self._maintenance.unprotect(key)
                 _log.warning("%s is given up: %s", key, error)
                 self._events.failed(key, error)
                 self.listener.failed(key, error)
@@ -341,12 +341,12 @@ class Engine:
         """Handle the answer of a job that succeeded, or that must wait for another flusher."""
         match item:
             case PollAgain():
-                self._runner.look_again(item, self._ring.attempt, self._handle_failure)
+                self._runner.poll_again(item, self._ring.attempt, self._handle_failure)
             case OrphanEnded(key, manifest):
                 self._orphan_ended(key, manifest)
             case PartWritten(key):
                 self._on_progress(key)
-                self._maintenance.wrote(self._opened.get(key, 1) * self._ring.chunk_bytes)
+                self._maintenance.add_written(self._opened.get(key, 1) * self._ring.chunk_bytes)
                 self._process(item)
             case CrcsPut(key) | CrcsRead(key):
                 self._on_progress(key)
@@ -389,11 +389,11 @@ class Engine:
         self._orphans.discard(key)
         self._runner.forget(key)
         if manifest is None:
-            self._maintenance.given_up(key)
+            self._maintenance.unprotect(key)
             return
         _log.info("%s: published for a stager that is gone, as %s", key, manifest.file)
         self._events.durable(key, manifest)
-        self._maintenance.published(key, manifest)
+        self._maintenance.enqueue(key, manifest)
 
     def _published(self, key: CheckpointId) -> None:
         manifest = self._jobs.manifests[key]
@@ -402,9 +402,9 @@ class Engine:
         durable = DurableStep.of(manifest)
         self._end(key, durable)
         self._process(Published(key))
-        self._events.durable(key, manifest) if self._share.leads else self._events.published(key, manifest)
+        self._events.durable(key, manifest) if self._share.is_lead else self._events.published(key, manifest)
         self.listener.durable(key, durable)
-        self._maintenance.published(key, manifest)
+        self._maintenance.enqueue(key, manifest)
 
     def _read_back(self, item: ReadBack) -> None:
         self._events.read_back(item)
@@ -428,10 +428,10 @@ class Engine:
             self._submit(EndOrphan(failed.key, failed.error))
             return
         if isinstance(failed.error, StoreError) and failed.error.begin_anew:
-            self._runner.later(failed.key, failed.error, lambda: self._process(failed))
+            self._runner.call_later(failed.key, failed.error, lambda: self._process(failed))
         else:
             self._process(failed)
-            self._runner.looks.at_once(failed.key)  # its other jobs need not wait either
+            self._runner.polls.make_due(failed.key)  # its other jobs need not wait either
 
     def _retry(self, item: Retry) -> None:
         if item.error.no_room and not self._pipeline.is_dropping(item.job.key):
@@ -439,8 +439,8 @@ class Engine:
         self._runner.retry(item, self._process)
 
     def _on_progress(self, key: CheckpointId) -> None:
-        self._succession.store_took()
-        self._runner.progressed(key)
+        self._succession.on_store_progress()
+        self._runner.on_progress(key)
 
     def _process(self, event: Event) -> None:
         actions = self._pipeline.handle(event)
@@ -456,7 +456,7 @@ class Engine:
             return
         error = BusyError(
             f"{found.older} gives its place in the ring to {found.newest}, which is whole there: the store has taken "
-            f"nothing for {found.stood_seconds:.0f} s, and the ring has no room for the next checkpoint"
+            f"nothing for {found.stalled_seconds:.0f} s, and the ring has no room for the next checkpoint"
         )
         _log.warning("%s", error)
         # Before a slot is freed: its record would promise chunks that are no longer there.
@@ -489,7 +489,7 @@ class Engine:
                 self._submit(action)
 
     def _submit(self, job: Job) -> None:
-        self._maintenance.under_way(job.key)
+        self._maintenance.protect(job.key)
         self._runner.submit(job)
 
     def _discard(self, key: CheckpointId, error: HoldfastError) -> None:

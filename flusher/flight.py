@@ -49,7 +49,7 @@ class Flight:
     publishing: bool = False  # or sealing; from then on only the store knows the outcome
     waits_for_others: bool = False  # for other flushers only
     seals: dict[int, ShareSeal] = field(default_factory=dict)  # of sealed shares; only at the lead
-    told_crcs: bool = False  # the flushers of later shares can read this one's entry CRCs
+    has_put_crcs: bool = False  # the flushers of later shares can read this one's entry CRCs
     unread: list[int] = field(default_factory=list)  # shares whose entry CRCs are needed, the next one last
     # per entry: its pieces in other shares, and their CRCs
     others: dict[int, list[tuple[EntryPiece, int]]] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class Flight:
         return range(first, min(first + self.part_chunks, self.index.layout.chunks))
 
 
-def resume_complaint(event: Begin) -> str:
+def describe_resume_mismatch(event: Begin) -> str:
     """Return how the record of written parts contradicts the layout; empty if it fits."""
     resume, layout = event.resume, event.index.layout
     if resume is None:
@@ -204,7 +204,7 @@ def resume_complaint(event: Begin) -> str:
     return ""
 
 
-def chunk_complaint(flight: Flight, event: ChunkFull) -> str:
+def describe_chunk_mismatch(flight: Flight, event: ChunkFull) -> str:
     """Return what is wrong with an incoming chunk; empty if nothing is."""
     layout = flight.index.layout
     if event.chunk >= layout.chunks:
@@ -213,7 +213,7 @@ def chunk_complaint(flight: Flight, event: ChunkFull) -> str:
         return f"this flusher writes chunks {flight.chunks.start} to {flight.chunks.stop - 1}"
     if flight.staged:
         return "came after staged"
-    if event.chunk in flight.seen:
+    if event.chunk in flight.received:
         return "came twice"
     if event.nbytes != layout.chunk_extent(event.chunk).nbytes:
         return f"{event.nbytes} bytes, expected {layout.chunk_extent(event.chunk).nbytes}"

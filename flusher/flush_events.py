@@ -60,7 +60,7 @@ class FlushEvents:
         counted = {} if item.nonfinite is None else {"nonfinite": item.nonfinite}
         self._emit(item.event, item.key, note=item.note, seconds=item.seconds, **counted)
         if item.nonfinite:
-            self._emit("nonfinite", item.key, values=item.nonfinite, message=item.numbers)
+            self._emit("nonfinite", item.key, values=item.nonfinite, message=item.nonfinite_text)
 
     def pruned(self, files: object) -> None:
         self._log.emit("pruned", {"files": files})

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from flusher.flusher_context import FlusherContext
 from flusher.jobs import Jobs
-from flusher.looks import PollAgain, SharePolls
+from flusher.looks import PollAgain, ShareLooks
 from flusher.retry_queue import RetryCounts, RetryQueue
 from flusher.share_jobs import PeerNotReady
 from flusher.steps import Job, JobFailed, ReadCrcs, ReadSeal, WritePart
@@ -60,13 +60,13 @@ class JobRunner:
         self._jobs, self._inbox, self._is_dropping = jobs, context.inbox, is_dropping
         # Separate from the writers: a chunk queued for its check behind parts being uploaded leaves the store idle.
         self._checkers = Workers("checker", _CHECKERS)
-        self._writers = Workers("writer", writers.most, writers)
+        self._writers = Workers("writer", writers.maximum, writers)
         # One for each other share: all their records are read in the time of one request.
         self._pollers = Workers("looker", WRITERS_MAX - 1)
         self.publishers = Workers("publisher", 1)
         self._retries = RetryQueue()
         self._retry_counts = RetryCounts(context.events)
-        self.polls = SharePolls(context.share)
+        self.polls = ShareLooks(context.share)
         self.running = 0
 
     def stop(self) -> None:
@@ -126,9 +126,9 @@ class JobRunner:
             else:
                 self.submit(job, round_number + 1)
 
-        self._retries.put(job.key, self._retry_counts.held(job.key, error), resubmit)
+        self._retries.put(job.key, self._retry_counts.count_failure(job.key, error), resubmit)
 
-    def look_again(self, item: PollAgain, attempt: int, on_failed: Callable[[JobFailed], None]) -> None:
+    def poll_again(self, item: PollAgain, attempt: int, on_failed: Callable[[JobFailed], None]) -> None:
         """Have a job poll another flusher again later, up to a timeout. `attempt`: the ring's."""
         job = item.job
 
@@ -138,7 +138,7 @@ class JobRunner:
             else:
                 self.submit(job, since=item.since)
 
-        error = self.polls.too_long(item, attempt)
+        error = self.polls.timeout_error(item, attempt)
         if error is not None:
             on_failed(JobFailed(job.key, job.slots, error))
         elif self._is_dropping(job.key):
@@ -148,25 +148,25 @@ class JobRunner:
 
     def call_later(self, key: CheckpointId, error: StoreError, callback: Callable[[], None]) -> None:
         """Call `callback` after the retry pause of this checkpoint."""
-        self._retries.put(key, self._retry_counts.held(key, error), callback)
+        self._retries.put(key, self._retry_counts.count_failure(key, error), callback)
 
     def make_due(self, key: CheckpointId) -> None:
         """Make the pending retries and polls of a checkpoint due now."""
-        self._retries.at_once(key)
-        self.polls.at_once(key)
+        self._retries.make_due(key)
+        self.polls.make_due(key)
 
     def on_progress(self, key: CheckpointId) -> None:
         """Note a success. If the store had been failing this checkpoint, make all pending retries due now."""
-        if self._retry_counts.progressed(key):
-            self._retries.at_once()
+        if self._retry_counts.on_progress(key):
+            self._retries.make_due()
 
     def forget(self, key: CheckpointId) -> None:
         self._retry_counts.forget(key)
         self.polls.forget(key)
 
-    def do_due(self) -> None:
-        self._retries.do_due()
-        self.polls.do_due()
+    def run_due(self) -> None:
+        self._retries.run_due()
+        self.polls.run_due()
 
     # -- waiting for the store -----------------------------------------------------------------------------------
 

@@ -50,8 +50,8 @@ from holdfast.checkpoints.intents import Intent, undo_intent
 from holdfast.checkpoints.publish import (
     ManifestFacts,
     build_manifest,
-    choose_name,
     candidate_names,
+    choose_name,
     publish_manifest,
     writer_id,
 )
@@ -116,7 +116,7 @@ class Jobs:
     ) -> None:
         self._ring, self._store, self._lease, self._clock = ring, store, lease, clock
         self._best = best
-        self._leads, self._share_jobs = share.leads, ShareJobs(store, share.index, ring.writers)
+        self._leads, self._share_jobs = share.is_lead, ShareJobs(store, share.index, ring.writers)
         self._run = store.url.rstrip("/").rpartition("/")[2]
         self._orphans = OrphanedShares(store, lease, self._run, best=best, clock=clock)
         self._naming = threading.Lock()
@@ -133,7 +133,7 @@ class Jobs:
             return self._do(job)
         except StoreError as error:
             if error.begin_anew and self._share_jobs.is_shared(job.key):
-                self._share_jobs.raise_void(job.key)  # the flusher that aborted the upload recorded why
+                self._share_jobs.raise_if_void(job.key)  # the flusher that aborted the upload recorded why
             raise
 
     def _do(self, job: Job) -> Event | OrphanEnded:
@@ -194,7 +194,7 @@ class Jobs:
             case EndOrphan(key, error):
                 if error is None:
                     return OrphanEnded(key, self._orphans.publish(key))
-                self._orphans.take_back(key, error)
+                self._orphans.void(key, error)
                 return OrphanEnded(key, None)
 
     def discard(self, key: CheckpointId, error: HoldfastError) -> None:
@@ -249,7 +249,7 @@ class Jobs:
         return None
 
     def _open(self, job: Open) -> Event:
-        self._share_jobs.note(job.key, job.share)
+        self._share_jobs.set_share(job.key, job.share)
         if job.resume is not None:
             return self._resume(job)
         layout = job.index.layout
@@ -282,7 +282,7 @@ class Jobs:
                 ),
             )
         if job.share is not None:
-            self._share_jobs.began(job.key, layout, job.share, upload, file=file, write_id=write_id)
+            self._share_jobs.record_start(job.key, layout, job.share, upload, file=file, write_id=write_id)
             reach(Point.SHARES_BEGUN)
         resumable = upload.token is not None
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes, resumable)
@@ -290,9 +290,9 @@ class Jobs:
     def _join(self, job: Open, share: ImageShare) -> Event:
         """Open the upload that the lead has begun."""
         layout = job.index.layout
-        start = self._share_jobs.joined(job.key, layout, share)
+        start = self._share_jobs.lead_start(job.key, layout, share)
         with self._timed(job.key, "open_seconds"):
-            upload = self._store.resume(start.file, start.begun())
+            upload = self._store.resume(start.file, start.interrupted_upload())
         head = Head(
             file=start.file,
             write_id=start.write_id,
@@ -302,7 +302,7 @@ class Jobs:
         )
         progress = Progress.begin(progress_path(self._ring.directory, job.key), head)
         self._targets[job.key] = _Target(upload, start.file, start.write_id, progress)
-        self._share_jobs.began(job.key, layout, share, upload, file=start.file, write_id=start.write_id)
+        self._share_jobs.record_start(job.key, layout, share, upload, file=start.file, write_id=start.write_id)
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes)
 
     def _abort_previous(self, key: CheckpointId) -> None:
@@ -331,7 +331,7 @@ class Jobs:
         if manifest is not None and manifest.write_id == head.write_id:
             self.manifests[job.key] = manifest
             if self._leads:
-                self._share_jobs.committed(job.key)
+                self._share_jobs.clear_published(job.key)
             return Published(job.key)
         with self._timed(job.key, "open_seconds"):
             upload = self._resume_upload(progress, layout)
@@ -345,7 +345,7 @@ class Jobs:
             )
         self._targets[job.key] = _Target(upload, head.file, head.write_id, progress)
         if job.share is not None:
-            self._share_jobs.began(job.key, layout, job.share, upload, file=head.file, write_id=head.write_id)
+            self._share_jobs.record_start(job.key, layout, job.share, upload, file=head.file, write_id=head.write_id)
         self._tally(job.key).count("parts_resumed", len(progress.parts))
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes)
 
@@ -378,13 +378,13 @@ class Jobs:
 
     def _check_published(self, key: CheckpointId) -> Event:
         """Learn the outcome from the manifest alone: the lead removes the share records after writing it."""
-        self._share_jobs.await_end(key)
+        self._share_jobs.check_ended(key)
         target = self._targets[key]
         manifest = self._manifest(target.file)
         if manifest is not None and manifest.write_id == target.write_id:
             self.manifests[key] = manifest
             return Published(key)
-        self._share_jobs.raise_void(key)
+        self._share_jobs.raise_if_void(key)
         raise PeerLost(f"{key}: the first stager's flusher gave it up; its log says why")
 
     def _publish(self, job: Publish) -> Event:
@@ -413,8 +413,8 @@ class Jobs:
         )
         self.manifests[job.key] = publish_manifest(self._store, manifest)
         reach(Point.MANIFEST_WRITTEN)
-        self._lease.keep_whole(self.manifests[job.key])
-        self._share_jobs.committed(job.key)
+        self._lease.remove_if_dangling(self.manifests[job.key])
+        self._share_jobs.clear_published(job.key)
         return Published(job.key)
 
     def _timed(self, key: CheckpointId, name: str) -> _Timed:

@@ -77,7 +77,7 @@ def run_flusher(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) 
         store.check(write=True)
         inbox = Inbox()
         stack.callback(inbox.close)  # after all that follow, whose threads still use it
-        leads = config.share.leads
+        leads = config.share.is_lead
         lease = WriterLease(store, config.heartbeat_seconds) if leads else MemberLease()
         stack.callback(lease.end)
         if leads:
@@ -94,8 +94,8 @@ def run_flusher(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) 
         rules = MaintenanceRules(
             config.verify, keep, config.reuse, refuse_nonfinite=config.on_nonfinite == "refuse"
         )
-        look_after = Maintenance if leads else NoMaintenance
-        maintenance = look_after(context, rules, set_aside=lambda: read_set_aside(directory))
+        maintenance_class = Maintenance if leads else NoMaintenance
+        maintenance = maintenance_class(context, rules, set_aside=lambda: read_set_aside(directory))
         stack.callback(maintenance.stop)
         found = _find_ring(directory, events)
         try:
@@ -114,8 +114,8 @@ def run_flusher(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) 
         room = stack.enter_context(RingRoom(ring, inbox, grows=config.ring_bytes is None))
         stack.enter_context(serve_metrics(config, events, ring=ring, store=store))
         state = StatusState("flusher", store.url)
-        events.listen(state.hear)
-        stack.enter_context(serve_status(directory, "flusher", state.said))
+        events.listen(state.handle_event)
+        stack.enter_context(serve_status(directory, "flusher", state.build_document))
         maintenance.catch_up()
         listener = Listener(directory / SOCKET_NAME)
         stack.callback(listener.close)
@@ -125,7 +125,7 @@ def run_flusher(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) 
             context,
             maintenance=maintenance,
             listener=listener,
-            request_room=room.want,
+            request_room=room.request,
             adopted=found is not None,
         )
         service.end_orphans(orphans)
@@ -157,7 +157,7 @@ def _ring(
     store: Store,
     attempt: int,
     found: Ring | None,
-    is_left: Callable[[], bool],
+    keeps_ring: Callable[[], bool],
 ) -> Iterator[Ring]:
     """Yield the ring that was found, or a new one. Remove it at the end, unless the next flusher is to take it over."""
     if found is None:
@@ -178,7 +178,7 @@ def _ring(
             # are known only here: the next flusher on this machine marks them.
             Ring.remove(directory, keep_doubts=True)
             raise
-    if not is_left():
+    if not keeps_ring():
         Ring.remove(directory)
 
 
@@ -248,9 +248,9 @@ def _publish_leftovers(
     )
     try:
         resolve_checkpoints(engine, ring, "its flusher ended, and the ring has another size now")
-        while not engine.idle or maintenance.marks.owed:
+        while not engine.idle or maintenance.marks.is_pending:
             context.inbox.wait(engine.wait_seconds())
-            engine.turn()
+            engine.run_once()
     finally:
         engine.stop()
 

@@ -55,7 +55,7 @@ class LookedUp(NamedTuple):
     """Message for the inbox: how a checkpoint ended, according to the store."""
 
     key: CheckpointId
-    ended: DurableStep | HoldfastError
+    outcome: DurableStep | HoldfastError
 
 
 class EndedCheckpoints:

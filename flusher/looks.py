@@ -34,7 +34,7 @@ class PollAgain(NamedTuple):
     since: float
 
 
-class SharePolls:
+class ShareLooks:
     """Jobs that wait for other flushers. For the loop's thread. `share`: the one that this flusher writes."""
 
     def __init__(self, share: ShareNumber, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,15 +54,15 @@ class SharePolls:
     def on_share_complete(self, key: CheckpointId) -> None:
         """Poll at once: this share is complete, so the others may be, too."""
         self._complete_since.setdefault(key, self._clock())
-        self._waiting.at_once(key)
+        self._waiting.make_due(key)
 
     def forget(self, key: CheckpointId) -> None:
         self._complete_since.pop(key, None)
 
-    def too_long(self, item: PollAgain, attempt: int) -> PeerLost | None:
+    def timeout_error(self, item: PollAgain, attempt: int) -> PeerLost | None:
         """Return the timeout error of a job that has polled for too long, else None. `attempt`: the ring's."""
         job, waited_seconds = item.job, self._clock() - item.since
-        seconds_max = _OTHERS_SECONDS_MAX if self._share.leads else _LEAD_SECONDS_MAX
+        seconds_max = _OTHERS_SECONDS_MAX if self._share.is_lead else _LEAD_SECONDS_MAX
         if isinstance(job, Open) and job.key.attempt < attempt:
             seconds_max = min(seconds_max, _EARLIER_SECONDS_MAX + max(0.0, self._attempt_since - item.since))
         if waited_seconds < seconds_max:
@@ -72,21 +72,23 @@ class SharePolls:
             "look at the log of that stager's flusher"
         )
 
-    def put(self, item: PollAgain, look: Callable[[], None]) -> None:
-        """Call `look` when the next poll is due."""
+    def put(self, item: PollAgain, poll: Callable[[], None]) -> None:
+        """Call `poll` when the next poll is due."""
         complete_since = self._complete_since.get(item.job.key)
-        self._waiting.put(item.job.key, pause_seconds(self._clock(), item.since, complete_since), look)
+        self._waiting.put(item.job.key, pause_seconds(self._clock(), item.since, complete_since), poll)
 
     def make_due(self, key: CheckpointId) -> None:
         """Make the polls of a checkpoint due now, so that its jobs end."""
-        self._waiting.at_once(key)
+        self._waiting.make_due(key)
 
-    def do_due(self) -> None:
-        self._waiting.do_due()
+    def run_due(self) -> None:
+        self._waiting.run_due()
 
 
 def pause_seconds(now: float, since: float, complete_since: float | None) -> float:
-    """Return the pause before the next poll. `since`: the first poll; `complete_since`: when this share became complete."""
+    """Return the pause before the next poll. `since`: the first poll; `complete_since`: when this share became
+    complete.
+    """
     part, most = _ARRIVING if complete_since is None else _COMPLETE
     waited_seconds = now - (since if complete_since is None else max(since, complete_since))
     return min(max(_PAUSE_SECONDS_MIN, part * waited_seconds), most)

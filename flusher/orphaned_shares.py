@@ -57,7 +57,7 @@ class OrphanedShares:
         self._seals: dict[CheckpointId, list[ShareSeal]] = {}
 
     def publish(self, key: CheckpointId) -> Manifest:
-        """Publish a checkpoint whose shares are all sealed. Raises `PeerNotReady`, or a `HoldfastError` if it cannot."""
+        """Publish a checkpoint whose shares are all sealed. Raises `PeerNotReady`, or another error if it cannot."""
         records = ShareRecords(self._store, key)
         start, layout = records.start(), records.layout()
         if start is None or layout is None:
@@ -65,7 +65,7 @@ class OrphanedShares:
         manifest = self._find_manifest(start)
         if manifest is None:
             shares = Shares(layout.chunks, start.part_bytes // layout.chunk_bytes, start.count)
-            mismatch = start.complaint(layout, shares)
+            mismatch = start.describe_mismatch(layout, shares)
             if mismatch:
                 raise ProtocolError(f"{key}: its upload began with {mismatch}")
             seals = self._read_seals(records, start)
@@ -85,7 +85,7 @@ class OrphanedShares:
             )
             manifest = publish_manifest(self._store, made)
             reach(Point.MANIFEST_WRITTEN)
-            self._lease.keep_whole(manifest)
+            self._lease.remove_if_dangling(manifest)
         self._seals.pop(key, None)
         records.clear(start.count)
         return manifest
@@ -98,7 +98,7 @@ class OrphanedShares:
         start = records.start()
         if start is not None:
             with contextlib.suppress(StoreMissing):  # it is gone already
-                self._store.resume(start.file, start.begun()).abort()
+                self._store.resume(start.file, start.interrupted_upload()).abort()
             undo_intent(self._store, start.write_id)
             records.clear(start.count, keep_void=True)
         self._seals.pop(key, None)

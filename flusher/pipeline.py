@@ -27,7 +27,7 @@ No threads, clocks, files or memory here: events in, actions out. Not thread-saf
 
 from __future__ import annotations
 
-from flusher.flight import Flight, chunk_complaint, resume_complaint
+from flusher.flight import Flight, describe_chunk_mismatch, describe_resume_mismatch
 from flusher.steps import (
     Aborted,
     Action,
@@ -90,20 +90,20 @@ class Pipeline:
     def receiving(self) -> list[CheckpointId]:
         """Checkpoints that still wait for chunks or for `Staged`, oldest first."""
         return sorted(
-            f.key for f in self._flights.values() if not f.staged and (f.error is None or f.restarts)
+            f.key for f in self._flights.values() if not f.staged and (f.error is None or f.is_restarting)
         )
 
     @property
     def only_receiving(self) -> bool:
         """Whether all checkpoints in flight wait for chunks, for `Staged` or for other flushers."""
-        waiting = sum(flight.waits for flight in self._flights.values())
+        waiting = sum(flight.waits_for_others for flight in self._flights.values())
         return len(self.receiving()) + waiting == len(self._flights)
 
     @property
     def only_sealed(self) -> bool:
         """Whether all checkpoints in flight are sealed shares that wait for the lead."""
         return all(
-            flight.waits and flight.share is not None and flight.share.index
+            flight.waits_for_others and flight.share is not None and flight.share.index
             for flight in self._flights.values()
         )
 
@@ -117,14 +117,14 @@ class Pipeline:
             if flights[key].parts_sent
         ]
 
-    def any_staged(self) -> bool:
+    def has_staged(self) -> bool:
         """Whether a staged checkpoint waits for the store."""
         return any(flight.staged and flight.error is None for flight in self._flights.values())
 
-    def superseded(self, *, begun: bool) -> tuple[CheckpointId, CheckpointId] | None:
+    def superseded(self, *, even_if_written: bool) -> tuple[CheckpointId, CheckpointId] | None:
         """Return the oldest whole checkpoint that can make room, and the newest whole one, which takes its place; None
-        while incoming chunks have room, or if no checkpoint can go. `begun`: include checkpoints of which the store has
-        parts.
+        while incoming chunks have room, or if no checkpoint can go. `even_if_written`: include checkpoints of which
+        the store has parts.
         """
         flights = [flight for flight in self._flights.values() if flight.error is None]
         if sum(flight.staged for flight in flights) < 2:
@@ -134,8 +134,12 @@ class Pipeline:
         missing_chunks = sum(flight.missing for flight in flights if not flight.staged)
         if missing_chunks <= room:
             return None
-        complete = sorted((flight for flight in flights if flight.is_whole), key=lambda flight: flight.key)
-        droppable = [flight.key for flight in complete[:-1] if flight.may_go(begun=begun)]
+        complete = sorted((flight for flight in flights if flight.is_complete), key=lambda flight: flight.key)
+        droppable = [
+            flight.key
+            for flight in complete[:-1]
+            if flight.may_be_superseded(even_if_written=even_if_written)
+        ]
         return (droppable[0], complete[-1].key) if droppable else None
 
     def missing(self, key: CheckpointId) -> int:
@@ -149,12 +153,12 @@ class Pipeline:
     def given_up(self, key: CheckpointId) -> HoldfastError | None:
         """Return why this checkpoint is being given up, its slots freed; None if it is not."""
         flight = self._flights.get(key)
-        return None if flight is None or flight.restarts else flight.error
+        return None if flight is None or flight.is_restarting else flight.error
 
     def is_dropping(self, key: CheckpointId) -> bool:
         """Whether this checkpoint is being given up: its jobs need not succeed."""
         flight = self._flights.get(key)
-        return flight is not None and flight.error is not None and not flight.restarts
+        return flight is not None and flight.error is not None and not flight.is_restarting
 
     def chunks_together(self, key: CheckpointId) -> int:
         """Return how many chunks of a checkpoint must be in the ring together before a slot is freed; 0 if unknown.
@@ -180,7 +184,9 @@ class Pipeline:
             return [FreeSlots((event.slot,))] if isinstance(event, ChunkFull) else []
         match event:
             case ChunkFull():
-                return self._chunk_full(flight, event) if not flight.restarts else self._note_for_restart(flight, event)
+                if flight.is_restarting:
+                    return self._note_for_restart(flight, event)
+                return self._chunk_full(flight, event)
             case Staged():
                 return self._staged(flight)
             case Aborted(_, error):
@@ -234,7 +240,7 @@ class Pipeline:
             if known.index.layout.digest == event.index.layout.digest:
                 return []
             return self._drop(known, BusyError(f"{event.key} began twice, with two layouts; it is given up"))
-        mismatch = resume_complaint(event)
+        mismatch = describe_resume_mismatch(event)
         if mismatch:
             error = ProtocolError(f"{event.key}: the record of what was written does not hold: {mismatch}")
             return [Discard(event.key, error)]
@@ -253,9 +259,9 @@ class Pipeline:
                 return [FreeSlots((event.slot,))]
             self._note(flight, event)
             return []
-        if flight.share is not None and flight.share.index and event.chunk in flight.seen:
+        if flight.share is not None and flight.share.index and event.chunk in flight.received:
             return [FreeSlots((event.slot,))]
-        mismatch = chunk_complaint(flight, event)
+        mismatch = describe_chunk_mismatch(flight, event)
         if mismatch:
             error = ProtocolError(f"{flight.key}: slot {event.slot}, chunk {event.chunk}: {mismatch}")
             return [FreeSlots((event.slot,)), *self._drop(flight, error)]
@@ -265,9 +271,9 @@ class Pipeline:
 
     @staticmethod
     def _note(flight: Flight, event: ChunkFull) -> None:
-        flight.seen.add(event.chunk)
+        flight.received.add(event.chunk)
         flight.slots[event.chunk] = event.slot
-        flight.came[event.chunk] = event
+        flight.chunk_events[event.chunk] = event
 
     def _note_for_restart(self, flight: Flight, event: ChunkFull) -> list[Action]:
         """Note a chunk of a checkpoint that will start over, and is verified then."""
@@ -281,7 +287,7 @@ class Pipeline:
         )
 
     def _staged(self, flight: Flight) -> list[Action]:
-        if flight.restarts:
+        if flight.is_restarting:
             flight.staged = True  # missing chunks are noticed when it starts over
         if flight.error is not None or flight.staged:
             return []
@@ -332,7 +338,7 @@ class Pipeline:
         if written and not flight.keeps_slots:
             actions.append(FreeSlots(tuple(flight.slots.pop(chunk) for chunk in written)))
         for chunk in sorted(flight.slots.keys() - set(written)):
-            actions += self._verify(flight, flight.came[chunk])
+            actions += self._verify(flight, flight.chunk_events[chunk])
         return actions + self._maybe_put_crcs(flight) + self._maybe_publish(flight)
 
     def _verified(self, flight: Flight, event: Verified) -> list[Action]:
@@ -356,7 +362,7 @@ class Pipeline:
         flight.busy -= {flight.slots[chunk] for chunk in chunks}
         flight.parts_done.add(part)
         freed: list[Action] = []
-        if not flight.restarts and not flight.keeps_slots:
+        if not flight.is_restarting and not flight.keeps_slots:
             freed.append(FreeSlots(tuple(flight.slots.pop(chunk) for chunk in chunks)))
         if flight.error is not None:
             return freed + self._drop(flight, flight.error)
@@ -397,17 +403,17 @@ class Pipeline:
 
     def _maybe_put_crcs(self, flight: Flight) -> list[Action]:
         share = flight.share
-        if share is None or flight.told_crcs or not flight.opened or share.index == share.shares.count - 1:
+        if share is None or flight.has_put_crcs or not flight.opened or share.index == share.shares.count - 1:
             return []
         if len(flight.segment_crcs) < len(flight.chunks):
             return []
-        flight.told_crcs = True
+        flight.has_put_crcs = True
         crcs = entry_crcs_of(flight.index, flight.chunks, flight.segment_crcs)
         return self._start_jobs(flight, [PutCrcs(flight.key, share, crcs)])
 
     def _sealed(self, flight: Flight, event: Sealed) -> list[Action]:
         share = event.share
-        flight.waits = True
+        flight.waits_for_others = True
         if share.index:
             return self._start_jobs(flight, [AwaitPublished(flight.key)])
         flight.seals[0] = event.seal
@@ -419,7 +425,7 @@ class Pipeline:
         share, seals = flight.share, flight.seals
         if share is None or len(seals) < share.shares.count:
             return []
-        flight.waits = False
+        flight.waits_for_others = False
         in_order = tuple(seals[of] for of in sorted(seals))
         return self._start_jobs(flight, [Assemble(flight.key, flight.index, share, in_order)])
 
@@ -483,25 +489,25 @@ class Pipeline:
     def _failed(self, flight: Flight, error: HoldfastError) -> list[Action]:
         is_lost = isinstance(error, StoreError) and error.begin_anew
         # Other flushers have written into the same upload, so a share cannot start over by itself.
-        if flight.error is None and is_lost and flight.share is None and flight.seen <= flight.slots.keys():
-            flight.error, flight.restarts = error, True
+        if flight.error is None and is_lost and flight.share is None and flight.received <= flight.slots.keys():
+            flight.error, flight.is_restarting = error, True
         return self._drop(flight, error)
 
     def _restart(self, flight: Flight) -> list[Action]:
         """Start over with a new upload: every chunk that arrived is still in its slot."""
         restarted = self._flights[flight.key] = Flight(flight.key, flight.index)
         actions: list[Action] = self._start_jobs(restarted, [Open(flight.key, flight.index)])
-        for chunk in sorted(flight.came.keys() & flight.slots.keys()):
-            actions += self._chunk_full(restarted, flight.came[chunk])
+        for chunk in sorted(flight.chunk_events.keys() & flight.slots.keys()):
+            actions += self._chunk_full(restarted, flight.chunk_events[chunk])
         return actions + (self._staged(restarted) if flight.staged else [])
 
     def _drop(self, flight: Flight, error: HoldfastError) -> list[Action]:
         """Give up a checkpoint, or continue to: free the slots that no job uses, and discard after the last job."""
-        flight.error, flight.waits = flight.error or error, False
-        if flight.restarts and not isinstance(error, StoreError):
-            flight.restarts = False  # aborted meanwhile, or damaged
+        flight.error, flight.waits_for_others = flight.error or error, False
+        if flight.is_restarting and not isinstance(error, StoreError):
+            flight.is_restarting = False  # aborted meanwhile, or damaged
             flight.error = error
-        if flight.restarts:
+        if flight.is_restarting:
             return [] if flight.jobs else self._restart(flight)
         idle = {chunk: slot for chunk, slot in flight.slots.items() if slot not in flight.busy}
         for chunk in idle:

@@ -23,7 +23,7 @@ _KNOWN_MAX = 64  # entries in each table
 
 
 class ProofWriter:
-    """Writes proofs. For the maintenance thread, except `learn`."""
+    """Writes proofs. For the maintenance thread, except `update`."""
 
     def __init__(self, context: FlusherContext) -> None:
         self._store = context.store

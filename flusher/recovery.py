@@ -25,7 +25,7 @@ from holdfast.ring.ring import Ring
 _log = logging.getLogger("holdfast.flusher")
 
 
-def take_up(engine: Engine, ring: Ring) -> list[CheckpointId]:
+def adopt_staged(engine: Engine, ring: Ring) -> list[CheckpointId]:
     """Hand staged checkpoints to an engine on the same ring, free slots of no checkpoint; return those handed over."""
     keys = ring.checkpoint_ids()
     slots = _full_slots(ring)
@@ -40,20 +40,20 @@ def resolve_checkpoints(engine: Engine, ring: Ring, why: str, *, keep_attempt: i
     """Publish what is staged and give up the rest, because the stager is gone. `why`: the stager's fate, for the
     errors of checkpoints that are given up. `keep_attempt`: the attempt whose checkpoints are not given up.
     """
-    engine.doubt()  # the message may have been lost
-    engine.prove()
+    engine.load_doubts()  # the message may have been lost
+    engine.load_proofs()
     for record in _full_slots(ring):
         key = CheckpointId(record.attempt, record.step)
         if engine.pipeline_knows(key):
-            engine.chunk(record)  # no effect if known; its message may have been lost
+            engine.add_chunk(record)  # no effect if known; its message may have been lost
     for key in engine.receiving():
         checkpoint = _read_record(ring, key)
         if checkpoint is not None and checkpoint.state == "staged":
-            engine.staged(key)
+            engine.mark_staged(key)
         elif key.attempt != keep_attempt:
             engine.abort(key, _not_staged_error(key, why, engine.missing(key)))
     _free_filling(ring)
-    take_up(engine, ring)
+    adopt_staged(engine, ring)
     slots = _full_slots(ring)
     for key in ring.checkpoint_ids():
         if not engine.knows(key):
@@ -119,8 +119,8 @@ def _adopt_one(engine: Engine, ring: Ring, key: CheckpointId, slots: list[SlotRe
     engine.begin(key, layout)
     for record in slots:
         if (record.attempt, record.step) == key:
-            engine.chunk(record)
-    engine.staged(key)
+            engine.add_chunk(record)
+    engine.mark_staged(key)
     return True
 
 

@@ -89,7 +89,7 @@ class StoredStep:
             manifest.write_id,
             manifest.is_drifted,
             manifest.is_doubtful,
-            manifest.is_proven,
+            manifest.is_copied_inside,
             created_unix,
             nonfinite,
             manifest.metrics,

@@ -114,7 +114,7 @@ class RetryQueue:
         ]
         heapq.heapify(self._waiting)
 
-    def do_due(self) -> None:
+    def run_due(self) -> None:
         while self._waiting and self._waiting[0][0] <= self._clock():
-            _, _, _, act = heapq.heappop(self._waiting)
+            _, _, _, callback = heapq.heappop(self._waiting)
             callback()

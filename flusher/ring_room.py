@@ -69,13 +69,13 @@ class RingRoom:
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        answered_chunks = self._ring.ring_chunks
+        handled_chunks = self._ring.ring_chunks
         while not self._ended:
             self._wake.clear()
             wanted = self._wanted_chunks
-            if wanted > answered_chunks:
+            if wanted > handled_chunks:
                 self._grow(wanted)
-                answered_chunks = wanted
+                handled_chunks = wanted
             self._move_to_huge_pages()
             self._wake.wait()
 
@@ -91,8 +91,8 @@ class RingRoom:
 
     def _grow(self, wanted: int) -> None:
         ring = self._ring
-        may_bytes = growth_bytes_in(ring.directory)
-        target = min(wanted, self._allocated_chunks + may_bytes // ring.chunk_bytes, ring.room_chunks)
+        available_bytes = growth_bytes_in(ring.directory)
+        target = min(wanted, self._allocated_chunks + available_bytes // ring.chunk_bytes, ring.room_chunks)
         shortage = "" if target == wanted else "no more than half of the free memory is taken"
         try:
             while self._allocated_chunks < target and not self._ended:

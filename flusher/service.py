@@ -24,7 +24,7 @@ from types import FrameType
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import FlushListener
-from flusher.recovery import resolve_checkpoints, take_up
+from flusher.recovery import adopt_staged, resolve_checkpoints
 from flusher.stager_handler import StagerHandler
 from flusher.verify_and_prune import Maintenance
 from holdfast.config import FlusherConfig
@@ -106,14 +106,14 @@ class FlusherService:
         steps.
         """
         before = {number: signal.signal(number, self._on_signal) for number in ENDING_SIGNALS}
-        self._lease.start_beating(self._inbox.put)
+        self._lease.start_heartbeat(self._inbox.put)
         self._selector.register(self._inbox, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
-            self._engine.doubt()  # marks of an earlier job may be missing
-            self._engine.prove()
+            self._engine.load_doubts()  # marks of an earlier job may be missing
+            self._engine.load_proofs()
             if self._adopted:
-                for key in take_up(self._engine, self._ring):
+                for key in adopt_staged(self._engine, self._ring):
                     self._events.emit("recovered", {"attempt": key.attempt}, step=key.step)
             while self._run_once():
                 self._selector.select(self._wait_seconds())
@@ -138,7 +138,7 @@ class FlusherService:
         """Do all that can be done now; return False when it is over."""
         # Read before the inbox is emptied, so that the last messages of maintenance are in it
         maintenance_was_idle = self._maintenance.idle
-        self._engine.turn()
+        self._engine.run_once()
         self._poll_stager()
         self._accept()
         self._give_up_waiting()
@@ -146,14 +146,14 @@ class FlusherService:
             self._stop_accepting_work()
         self._end_if_held()
         if self._handler is not None:
-            self._handler.say_held(self._engine.failing)
-        upkeep_is_idle = self._maintenance.idle
+            self._handler.send_held(self._engine.failure_reason)
+        maintenance_is_idle = self._maintenance.idle
         # If it became idle in between, its last message was taken above, and nothing would wake the loop again.
-        self._run_again = upkeep_is_idle and not maintenance_was_idle
+        self._run_again = maintenance_is_idle and not maintenance_was_idle
         # Without a stager nobody waits for the outcome of a sealed share.
         idle = self._engine.idle if self._handler is not None else self._engine.only_sealed
         done = self._engine.only_receiving if self._terminating else idle
-        drained = maintenance_was_idle and done and upkeep_is_idle
+        drained = maintenance_was_idle and done and maintenance_is_idle
         if drained and self._handler is not None and self._handler.finishing and not self._drained_sent:
             self._handler.channel.send("drained")
             self._events.emit("drained")
@@ -198,7 +198,7 @@ class FlusherService:
         if handler is None:
             return
         try:
-            if not handler.hear(self._engine):
+            if not handler.poll(self._engine):
                 self._welcome(handler)
         except ProtocolError as error:
             _log.error("the stager (process %d) is taken for lost: %s", handler.channel.peer_pid, error)
@@ -238,7 +238,9 @@ class FlusherService:
             if not resumed:
                 self._check_old_stager_exited()
                 if self._waits_for_old_stager and handler.lead_attempt == self._ring.attempt:
-                    resolve_checkpoints(self._engine, self._ring, "another stager came", keep=self._ring.attempt)
+                    resolve_checkpoints(
+                        self._engine, self._ring, "another stager came", keep_attempt=self._ring.attempt
+                    )
                 else:
                     self._end_waiting("its stager did not come back: another job began")
                 self._set_attempt(handler.lead_attempt or handler.attempt)
@@ -254,7 +256,7 @@ class FlusherService:
         self._ends_at = None
         if resumed and self._ring.attempt < self._lease.attempt:  # its previous flusher died
             self._lease.resume_work()
-        seen = self._lease.seen
+        seen = self._lease.prior_failures
         handler.welcome(seen, resumed=resumed)
         fields = {
             "pid": handler.channel.peer_pid,
@@ -264,11 +266,11 @@ class FlusherService:
             "seen_seconds": round(seen.seconds, 3),
         }
         self._events.emit("stager_attached", fields)
-        handler.hear(self._engine)
+        handler.poll(self._engine)
 
     def _set_attempt(self, lead_attempt: int) -> None:
         """Give the ring to another job. `lead_attempt`: its attempt, where another flusher leads."""
-        if not self._config.share.leads:
+        if not self._config.share.is_lead:
             if lead_attempt < self._ring.attempt:
                 raise ProtocolError(
                     f"{self._store.url}: a stager of attempt {lead_attempt} connects to the flusher of share "
@@ -306,10 +308,10 @@ class FlusherService:
         """Keep unstaged checkpoints for the next stager of this share and attempt; return whether there are any. The
         loss of the lead ends the attempt, and under MPI no stager is started again.
         """
-        if self._config.share.leads or self._terminating or not self._is_standing:
+        if self._config.share.is_lead or self._terminating or not self._is_standing:
             return False
         attempt, engine = self._ring.attempt, self._engine
-        resolve_checkpoints(engine, self._ring, why, keep=attempt)
+        resolve_checkpoints(engine, self._ring, why, keep_attempt=attempt)
         receiving = engine.receiving()
         names = [key for key in self._ring.checkpoint_ids() if key.attempt == attempt]
         if all(engine.knows(key) and key not in receiving for key in names):
@@ -391,7 +393,7 @@ class FlusherService:
         error = self._engine.held_error
         if error is not None:
             return self._engine.held_seconds(), error
-        return self._maintenance.marks.refused if self._engine.idle else None
+        return self._maintenance.marks.store_refusal if self._engine.idle else None
 
     def _stop_accepting_work(self) -> None:
         """Finish after a signal: staged checkpoints are still published. A checkpoint being received may become staged
@@ -408,7 +410,7 @@ class FlusherService:
     def _decide_ring_handover(self) -> None:
         finishing = self._handler is not None and self._handler.finishing
         wanted = bool(self._ring.checkpoint_ids()) or (self._ring.is_held() and not finishing)
-        wanted = wanted or self._maintenance.marks.owed
+        wanted = wanted or self._maintenance.marks.is_pending
         self.leaves_ring = self._terminating and wanted
         if self.leaves_ring:
             _log.warning(

@@ -32,7 +32,7 @@ from holdfast.checkpoints.share_records import (
 )
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.image.share_sums import part_crcs, entry_pieces
+from holdfast.image.share_sums import entry_pieces, part_crcs
 from holdfast.image.shares import ImageShare
 from holdfast.store.base import Store, Upload
 
@@ -72,7 +72,7 @@ class ShareJobs:
         if start is None:
             self._raise_if_void(records)
             raise PeerNotReady("the first stager's flusher to begin the upload")
-        mismatch = start.complaint(layout, share.shares)
+        mismatch = start.describe_mismatch(layout, share.shares)
         if mismatch:
             raise ProtocolError(
                 f"{key}: the first stager's flusher on {start.host} begins an upload with {mismatch}; start all "
@@ -101,17 +101,17 @@ class ShareJobs:
 
     def read_crcs(self, job: ReadCrcs) -> CrcsRead:
         records, start, shares = self._records(job.key), self._starts[job.key], job.share.shares
-        found = records.crcs(start, job.of)
+        found = records.crcs(start, job.share_index)
         if found is None:
             self._raise_if_void(records)
-            raise PeerNotReady(f"all chunks of share {job.of + 1} of {shares.count}")
-        expected = len(entry_pieces(job.index.layout, shares.chunks_of(job.of)))
+            raise PeerNotReady(f"all chunks of share {job.share_index + 1} of {shares.count}")
+        expected = len(entry_pieces(job.index.layout, shares.chunks_of(job.share_index)))
         if len(found.entry_crcs) != expected:
             raise ProtocolError(
-                f"{job.key}: share {job.of + 1} of {shares.count}, on {found.host}, states CRCs of "
+                f"{job.key}: share {job.share_index + 1} of {shares.count}, on {found.host}, states CRCs of "
                 f"{len(found.entry_crcs)} entries, expected {expected}"
             )
-        return CrcsRead(job.key, job.of, found.entry_crcs)
+        return CrcsRead(job.key, job.share_index, found.entry_crcs)
 
     def seal(self, job: SealShare, *, staged_at_unix: float, record: dict[str, Any]) -> Sealed:
         """Seal the share. Call after `Upload.hand_over`."""
@@ -122,10 +122,10 @@ class ShareJobs:
 
     def read_seal(self, job: ReadSeal) -> SealRead:
         """Raises `PeerNotReady`."""
-        found = self._records(job.key).seal(self._starts[job.key], job.of)
+        found = self._records(job.key).seal(self._starts[job.key], job.share_index)
         if found is None:
-            raise PeerNotReady(f"share {job.of + 1} of {job.share.shares.count} to be sealed")
-        return SealRead(job.key, job.of, found)
+            raise PeerNotReady(f"share {job.share_index + 1} of {job.share.shares.count} to be sealed")
+        return SealRead(job.key, job.share_index, found)
 
     def assemble(self, job: Assemble) -> tuple[AllSealed, Upload]:
         """Return the image, and the upload with all its parts."""
@@ -174,7 +174,7 @@ class ShareJobs:
     def _records(self, key: CheckpointId) -> ShareRecords:
         return ShareRecords(self._store, key)
 
-    def raise_void(self, key: CheckpointId) -> None:
+    def raise_if_void(self, key: CheckpointId) -> None:
         """Raise `PeerLost` if the flusher of another share has given the checkpoint up."""
         self._raise_if_void(self._records(key))
 
@@ -201,7 +201,7 @@ def upload_of(
 ) -> Upload:
     """Open the upload of an image whose shares are all sealed. Raises `StoreError`; `PeerLost`: parts are missing."""
     crcs = part_crcs(layout, share.shares, chunk_crcs)
-    upload = store.resume(start.file, start.begun(crcs))
+    upload = store.resume(start.file, start.interrupted_upload(crcs))
     lost = sorted(crcs.keys() - upload.written())
     if lost:
         owner = share.shares.owner(lost[0] * share.shares.part_chunks)

@@ -63,8 +63,8 @@ class StagerHandler(FlushListener):
                         or message.fields["version"] != ipc.VERSION
                         or len(messages) > 1
                     ):
-                        said = message.fields.get("version", message.kind)
-                        raise ProtocolError(f"expected one hello of version {ipc.VERSION}, got {said!r:.60}")
+                        got = message.fields.get("version", message.kind)
+                        raise ProtocolError(f"expected one hello of version {ipc.VERSION}, got {got!r:.60}")
                     self.attempt = message.fields["attempt"]
                     self.lead_attempt = message.fields["lead_attempt"]
                     self._stager_share = message.fields["share"]
@@ -79,15 +79,16 @@ class StagerHandler(FlushListener):
         if self._stager_share != mine:
             raise ConfigError(
                 f"{self._store_url}: this flusher writes share {self._share}, the stager (process "
-                f"{self.channel.peer_pid}) receives share index, of {self._stager_share}; start both with the same share"
+                f"{self.channel.peer_pid}) receives share index, of {self._stager_share}; start both with the "
+                "same share"
             )
-        if (self.lead_attempt > 0) == self._share.leads and (self.lead_attempt or not self.attempt):
+        if (self.lead_attempt > 0) == self._share.is_lead and (self.lead_attempt or not self.attempt):
             raise ConfigError(
                 f"{self._store_url}: the stager of share {self._share} names attempt {self.lead_attempt} of the stager "
                 "that leads; expected that of the first stager from each other one, and 0 from the first one"
             )
 
-    def say_held(self, message: str) -> None:
+    def send_held(self, message: str) -> None:
         """Report why the store fails, when that has changed; the stager shows it where the user looks."""
         message = message[:_TEXT_CHARACTERS_MAX]
         if self.welcomed and message != self._held_sent:
@@ -123,13 +124,13 @@ class StagerHandler(FlushListener):
                 self._handle_begin(self._key(fields), fields["layout_digest"], engine)
             case "staged":
                 reach(Point.STAGED_HEARD)
-                engine.staged(self._key(fields))
+                engine.mark_staged(self._key(fields))
             case "abort":
                 self._handle_abort(self._key(fields), fields["reason"], engine)
             case "doubt":
-                engine.doubt()
+                engine.load_doubts()
             case "proof":
-                engine.prove()
+                engine.load_proofs()
             case "finish":
                 self.finishing, self.interrupted = True, fields.get("interrupted") is True
                 engine.abort_receiving(PeerLost("the training ended before it was staged"))
@@ -146,7 +147,7 @@ class StagerHandler(FlushListener):
     def _handle_begin(self, key: CheckpointId, layout_digest: str, engine: Engine) -> None:
         try:
             if self.resumed and not engine.knows(key) and self._ring.checkpoint(*key) is None:
-                engine.ask(key)  # it ended while no stager listened, or its message was lost
+                engine.request_outcome(key)  # it ended while no stager listened, or its message was lost
                 return
             if self.refuse_begins and not engine.knows(key):
                 raise PeerLost(self.refuse_begins)
@@ -182,7 +183,7 @@ class StagerHandler(FlushListener):
             record = self._ring.record(slot)
             if self.resumed and record.state is not SlotState.FULL:
                 return  # repeated, and meanwhile written and freed
-            engine.chunk(record)
+            engine.add_chunk(record)
         except ProtocolError as error:
             # Only the record says which checkpoint it is, so all that are being received are suspect.
             _log.error("%s", error)

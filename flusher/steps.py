@@ -130,10 +130,10 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class SealRead:
-    """Share `of` is sealed."""
+    """Share `share_index` is sealed."""
 
     key: CheckpointId
-    of: int
+    share_index: int
     seal: ShareSeal
 
 
@@ -260,12 +260,12 @@ class PutCrcs:
 
 @dataclass(frozen=True, slots=True)
 class ReadCrcs:
-    """Wait for the entry CRCs of share `of`. Answer: `CrcsRead`."""
+    """Wait for the entry CRCs of share `share_index`. Answer: `CrcsRead`."""
 
     key: CheckpointId
     index: LayoutIndex
     share: ImageShare
-    of: int
+    share_index: int
     slots: tuple[int, ...] = ()
 
 
@@ -281,11 +281,11 @@ class SealShare:
 
 @dataclass(frozen=True, slots=True)
 class ReadSeal:
-    """Wait until share `of` is sealed. Answer: `SealRead`."""
+    """Wait until share `share_index` is sealed. Answer: `SealRead`."""
 
     key: CheckpointId
     share: ImageShare
-    of: int
+    share_index: int
     slots: tuple[int, ...] = ()
 
 

@@ -14,11 +14,11 @@ _STALL_SECONDS, _STALL_SECONDS_WRITTEN = 5.0, 30.0
 
 
 class Successor(NamedTuple):
-    """`newest` takes the place of `older`, after `stood_seconds` in which the store took nothing."""
+    """`newest` takes the place of `older`, after `stalled_seconds` in which the store took nothing."""
 
     older: CheckpointId
     newest: CheckpointId
-    stood_seconds: float
+    stalled_seconds: float
 
 
 class Succession:
@@ -29,7 +29,7 @@ class Succession:
         self._stalled_since = time.monotonic()
         self._recheck_at: float | None = None  # when an older checkpoint may have to make room
 
-    def store_took(self) -> None:
+    def on_store_progress(self) -> None:
         """Note that the store has accepted something, or that nothing waited for it until now."""
         self._stalled_since = time.monotonic()
 
@@ -41,8 +41,8 @@ class Succession:
     def due(self, pipeline: Pipeline) -> Successor | None:
         """Return the checkpoint to drop now; None: incoming chunks have room, or it is too early."""
         self._recheck_at = None
-        for begun, seconds in ((False, _STALL_SECONDS), (True, _STALL_SECONDS_WRITTEN)):
-            found = pipeline.superseded(begun=begun)
+        for even_if_written, seconds in ((False, _STALL_SECONDS), (True, _STALL_SECONDS_WRITTEN)):
+            found = pipeline.superseded(even_if_written=even_if_written)
             if found is None:
                 continue
             if time.monotonic() < self._stalled_since + seconds:

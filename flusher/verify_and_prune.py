@@ -40,7 +40,8 @@ class ReadBack(NamedTuple):
 
     Attributes:
         caveat: `drifted` or `doubtful`, of an intact checkpoint; else empty.
-        nonfinite: How many of its numbers are not finite; None: not counted. `numbers`: the same in words, if some are.
+        nonfinite: How many of its numbers are not finite; None: not counted. `nonfinite_text`: the same in words, if
+            some are.
     """
 
     key: CheckpointId
@@ -123,11 +124,11 @@ class Maintenance:
         with self._lock:
             return self._pending == 0
 
-    def give_way(self, busy: bool) -> None:
-        self._pace.busy(busy)
+    def set_busy(self, busy: bool) -> None:
+        self._pace.set_busy(busy)
 
     def add_written(self, nbytes: int) -> None:
-        self._pace.wrote(nbytes)
+        self._pace.add_written(nbytes)
 
     def protect(self, key: CheckpointId) -> None:
         """Protect a checkpoint from retention while it is being written and published."""
@@ -156,12 +157,12 @@ class Maintenance:
 
     def update_doubts(self, found: Sequence[DoubtedSteps]) -> None:
         """Mark the published checkpoints of these steps, and those published later. `found` has all earlier doubts."""
-        if self.marks.learn(found):
+        if self.marks.update(found):
             self._retry_marks()
 
     def update_proofs(self, found: Sequence[ProofRecord]) -> None:
         """Write these proofs beside the published checkpoints that they belong to."""
-        if self._proofs.learn(found):
+        if self._proofs.update(found):
             self._submit(self._write_proofs)
 
     def _write_proofs(self) -> None:
@@ -171,7 +172,7 @@ class Maintenance:
 
     def _retry_marks(self) -> None:
         """Retry until every mark is in the store."""
-        self.marks.owed = True
+        self.marks.is_pending = True
         self._submit(self.marks.write_all)
 
     def catch_up(self) -> None:
@@ -199,7 +200,7 @@ class Maintenance:
         """Runs in the worker thread."""
         try:
             found: list[Manifest] = []
-            listing = Catalog(self._store).look()
+            listing = Catalog(self._store).read_listing()
             if listing.old_slices:
                 _log.warning("%s", listing.old_slices)
             for item in listing.items(listing.current):
@@ -244,14 +245,14 @@ class Maintenance:
                 return
             self._known[name] = known
             self._guarded(
-                lambda: self._proofs.published(key, known.file), f"the proof of {key} is not written"
+                lambda: self._proofs.write_for(key, known.file), f"the proof of {key} is not written"
             )
             if self._is_behind():
                 self._guarded(self._prune, "old checkpoints not removed")
                 if self._is_removed(known):
                     return
             manifest = self._manifest(known)
-            if manifest is not None and (marked := self.marks.marked(manifest)) is not manifest:
+            if manifest is not None and (marked := self.marks.with_mark(manifest)) is not manifest:
                 manifest = marked  # before the long read-back
                 if not self._guarded(lambda: self._replace(marked), f"{key} not marked as doubtful"):
                     self._retry_marks()
@@ -300,22 +301,22 @@ class Maintenance:
             self._inbox.put(ReadBack(key, State.DURABLE, str(error), time.monotonic() - begun))
             return manifest
         counted = report.nonfinite
-        numbers = counted.told() if counted is not None and counted.values else ""
-        refused = bool(numbers) and self._rules.refuse_nonfinite
-        manifest = self.marks.marked(manifest)  # new doubts may have arrived during the read
+        nonfinite_text = counted.describe() if counted is not None and counted.values else ""
+        refused = bool(nonfinite_text) and self._rules.refuse_nonfinite
+        manifest = self.marks.with_mark(manifest)  # new doubts may have arrived during the read
         has_caveat = report.ok and not refused and bool(manifest.caveat)
         good_state = State.DURABLE if has_caveat else State.VERIFIED
         state = good_state if report.ok and not refused else State.BAD
-        if numbers:
-            _log.warning("%s: %s%s", key, numbers, "; restore does not use it" if refused else "")
-        note = report.summary() if not report.ok else numbers if refused else READ_BACK if has_caveat else ""
+        if nonfinite_text:
+            _log.warning("%s: %s%s", key, nonfinite_text, "; restore does not use it" if refused else "")
+        note = report.summary() if not report.ok else nonfinite_text if refused else READ_BACK if has_caveat else ""
         done = manifest.model_copy(update={"state": state, "note": note[:4096], "nonfinite": counted})
         if self._guarded(lambda: self._replace(done), f"{key} not marked {state}"):
             values = None if counted is None else counted.values
-            summary = manifest.caveat if has_caveat else note or numbers
+            summary = manifest.caveat if has_caveat else note or nonfinite_text
             seconds = time.monotonic() - begun
             caveat = manifest.display_state if has_caveat else ""
-            self._inbox.put(ReadBack(key, state, summary, seconds, caveat, values, numbers))
+            self._inbox.put(ReadBack(key, state, summary, seconds, caveat, values, nonfinite_text))
             return done
         if manifest.doubt:
             self._retry_marks()
@@ -324,7 +325,7 @@ class Maintenance:
     def _replace(self, manifest: Manifest) -> None:
         name = manifest_name(manifest.file)
         self._store.write(name, manifest.to_bytes())
-        self._lease.keep_whole(manifest)
+        self._lease.remove_if_dangling(manifest)
         if name in self._known:
             self._known[name] = StoredStep.of(manifest)
         if self._newest is not None and self._newest.write_id == manifest.write_id:
@@ -388,7 +389,7 @@ class Maintenance:
         if manifest.write_id != one.write_id:
             _log.warning("%s: not removed, because another write has replaced it", name)
             return False
-        self._proofs.removed(one.order, one.file)
+        self._proofs.delete(one.order, one.file)
         Intent.to_remove(manifest).write(self._store)
         # The manifest first: a file without one is no checkpoint, a manifest without its file would be a lie.
         try:
@@ -421,13 +422,13 @@ class Maintenance:
 class NoMaintenance(Maintenance):
     """Maintenance of a flusher that does not lead: only the lead maintains published checkpoints."""
 
-    def under_way(self, key: CheckpointId) -> None: ...
+    def protect(self, key: CheckpointId) -> None: ...
 
-    def published(self, key: CheckpointId, manifest: Manifest) -> None: ...
+    def enqueue(self, key: CheckpointId, manifest: Manifest) -> None: ...
 
-    def doubt(self, found: Sequence[DoubtedSteps]) -> None: ...
+    def update_doubts(self, found: Sequence[DoubtedSteps]) -> None: ...
 
-    def prove(self, found: Sequence[ProofRecord]) -> None: ...
+    def update_proofs(self, found: Sequence[ProofRecord]) -> None: ...
 
     def catch_up(self) -> None: ...
 

@@ -39,7 +39,7 @@ class WriterLease:
     def __init__(self, store: Store, heartbeat_seconds: float) -> None:
         self._store, self._heartbeat_seconds = store, heartbeat_seconds
         self._lock = threading.Lock()  # no check of the old claim during a renewal
-        self._claim = Lease.take(store, heartbeat_seconds=heartbeat_seconds)
+        self._claim = Lease.acquire(store, heartbeat_seconds=heartbeat_seconds)
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -50,7 +50,7 @@ class WriterLease:
     @property
     def prior_failures(self) -> FailureCount:
         """The failures of the attempts before this one."""
-        return self._claim.seen
+        return self._claim.prior_failures
 
     # These never wait: the next heartbeat writes it to the store. Without one the next writer counts the job as lost.
 
@@ -74,9 +74,9 @@ class WriterLease:
     def check_once(self) -> None:
         """As `check`, but asks the store only once: for a caller that retries by itself."""
         with self._lock:
-            self._claim.check(at_once=True)
+            self._claim.check(without_retries=True)
 
-    def keep_whole(self, manifest: Manifest) -> None:
+    def remove_if_dangling(self, manifest: Manifest) -> None:
         """Remove a manifest that was just written, if its file has gone meanwhile.
 
         A writer that was suspended for long may write the manifest after its successor removed the file. Only this
@@ -104,15 +104,15 @@ class WriterLease:
             self._claim.beat()  # checks, and stores how this job ended, for the next claim
             # The takeover is of our own claim: nobody else loses anything. If the store's answers are lost, the next
             # claim may exist while this one continues; `tried` tells it from another writer's.
-            self._claim = Lease.take(
+            self._claim = Lease.acquire(
                 self._store,
                 heartbeat_seconds=self._heartbeat_seconds,
                 takeover=True,
-                tried=self._claim.unanswered,
+                claimed_ids=self._claim.unanswered,
             )
             return self._claim.attempt
 
-    def start_beating(self, on_fenced: Callable[[FencedError], None]) -> None:
+    def start_heartbeat(self, on_fenced: Callable[[FencedError], None]) -> None:
         """Send heartbeats from a thread of their own: a slow upload must not make this flusher look dead."""
 
         def beat() -> None:
@@ -152,7 +152,7 @@ class MemberLease(WriterLease):
         return self._attempt
 
     @property
-    def seen(self) -> FailureCount:
+    def prior_failures(self) -> FailureCount:
         return FailureCount()
 
     def begin_work(self) -> None: ...
@@ -165,9 +165,9 @@ class MemberLease(WriterLease):
 
     def check_once(self) -> None: ...
 
-    def keep_whole(self, manifest: Manifest) -> None: ...
+    def remove_if_dangling(self, manifest: Manifest) -> None: ...
 
-    def start_beating(self, on_fenced: Callable[[FencedError], None]) -> None: ...
+    def start_heartbeat(self, on_fenced: Callable[[FencedError], None]) -> None: ...
 
     def end(self) -> None: ...
 
@@ -187,7 +187,7 @@ class InstanceLease:
 
     Args:
         directory: The run's runtime directory; made if missing.
-        ends_seconds_max: How long to wait for a holder that stagers cannot connect to.
+        exit_seconds_max: How long to wait for a holder that stagers cannot connect to.
 
     Raises:
         FencedError: Another flusher holds it; names its pid.

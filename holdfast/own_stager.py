@@ -49,9 +49,9 @@ class OwnStagerEndpoint(NamedTuple):
         return cls(document.address, document.key, document.share)
 
 
-def report_endpoint(place: OwnStagerEndpoint) -> None:
+def report_endpoint(endpoint: OwnStagerEndpoint) -> None:
     """Tell rank 0, which reads stdout, that this stager listens; later writes to stdout go to the log."""
-    _write_first_line(place.to_bytes())
+    _write_first_line(endpoint.to_bytes())
 
 
 def report_error(error: HoldfastError) -> None:

@@ -121,21 +121,21 @@ class _PickleWalker:
         return self._deepest
 
     def _run(self) -> None:
-        pickled, acts, available = self._pickled, _HANDLERS, len(self._pickled)
+        pickled, handlers, available = self._pickled, _HANDLERS, len(self._pickled)
         while True:
             self._begin = self._position
             code = pickled[self._position]
             self._position += 1
             if code == _STOP:
                 return
-            act = acts[code]
+            handler = handlers[code]
             size = _OPERANDS[code]
             if size >= 0 and self._position + size <= available:
                 begin = self._position
                 end = self._position = begin + size
             else:
                 begin, end = self._operand(code, size)
-            act(self, begin, end)
+            handler(self, begin, end)
             if self.cost > self.allowed_bytes:
                 self._reject()
             if self._tuples_max is not None and self._deepest > self._tuples_max:
@@ -393,10 +393,10 @@ class _PickleWalker:
         return by_number + (_CODEC_FACTOR * arguments.weight if name in _BY_CODEC and not is_latin else 0)
 
 
-_Act = Callable[[_PickleWalker, int, int], None]
-_HANDLERS: dict[int, _Act] = {
-    _CODES[name]: act
-    for act, names in (
+_Handler = Callable[[_PickleWalker, int, int], None]
+_HANDLERS: dict[int, _Handler] = {
+    _CODES[name]: handler
+    for handler, names in (
         (_PickleWalker.plain, "NONE NEWFALSE NEWTRUE"),
         (_PickleWalker.float, "FLOAT BINFLOAT NEXT_BUFFER EXT1 EXT2 EXT4"),
         (_PickleWalker.byte, "BININT1"),
@@ -416,11 +416,11 @@ _HANDLERS: dict[int, _Act] = {
         (_PickleWalker.mark, "MARK"),
         (_PickleWalker.pop, "POP"),
         (_PickleWalker.pop_marked, "POP_MARK"),
-        (_PickleWalker.again, "DUP"),
+        (_PickleWalker.duplicate_top, "DUP"),
         (_PickleWalker.get, "GET BINGET LONG_BINGET"),
         (_PickleWalker.put, "PUT BINPUT LONG_BINPUT"),
         (_PickleWalker.memoize, "MEMOIZE"),
-        (_PickleWalker.named, "GLOBAL"),
+        (_PickleWalker.push_global, "GLOBAL"),
         (_PickleWalker.push_stack_global, "STACK_GLOBAL"),
         (_PickleWalker.call, "REDUCE NEWOBJ"),
         (_PickleWalker.call_with_names, "NEWOBJ_EX"),
@@ -429,7 +429,7 @@ _HANDLERS: dict[int, _Act] = {
         (_PickleWalker.persistent_line, "PERSID"),
         (_PickleWalker.build, "BUILD"),
         (_PickleWalker.frame, "FRAME"),
-        (_PickleWalker.nothing, "PROTO READONLY_BUFFER"),
+        (_PickleWalker.ignore, "PROTO READONLY_BUFFER"),
     )
     for name in names.split()
 }

@@ -7,7 +7,7 @@
     <01>holdfast {"stepped": {"rank": 3, "step": 1201}}                      the same, after its first step
     <01>holdfast {"proof": {"rank": 0, "step": 1200, "verdict": "…", "text": "…"}}    rank 0: how that step compares
 
-and, for people too, the error that ends a training script (`last_words`).
+and, for people too, the error that ends a training script (`format_final_error`).
 
 `holdfast rank` wraps one rank or torchrun. To it, ranks write lines into a file (`report`), because torchrun does not
 forward the exit code of a rank and can be configured not to forward its output.

@@ -1,6 +1,6 @@
 """Passes events to the session and executes its actions: journal writes, messages to flusher and ranks, log events.
 
-    FillSlot, ChunkFull, FreeSlot ──► ring's journal      Tell ────────────────────► ranks, event log
+    FillSlot, ChunkFull, FreeSlot ──► ring's journal      SendMessage ─────────────► ranks, event log
     Begin, Staged ──► layout, checkpoint file ──► flusher     GrantCredit, CancelReceive ──► payloads, ranks
 
 Each action writes the journal first and sends messages second, so a kill at any instruction leaves a readable state.
@@ -69,7 +69,8 @@ class Actions:
         self._offered_at.setdefault(step, self._clock())
 
     def process(self, event: Event, on_protocol_error: Callable[[ProtocolError], None] | None = None) -> None:
-        """Pass an event to the session and execute its actions. `on_protocol_error`: called with a `ProtocolError` of the sender.
+        """Pass an event to the session and execute its actions. `on_protocol_error`: called when the sender has broken
+        the protocol.
 
         Raises:
             ProtocolError: The sender broke the protocol, and there is no `on_protocol_error`.
@@ -85,7 +86,7 @@ class Actions:
         self.execute(actions)
 
     def execute(self, actions: list[Action]) -> None:
-        """Execute these actions in order. Raises as `take`."""
+        """Execute these actions in order. Raises as `process`."""
         for action in actions:
             try:
                 self._execute_one(action)
@@ -152,7 +153,7 @@ class Actions:
             self.trainers.send_all(message)
             if action.kind in {Kind.FAILED, Kind.DECLINED}:
                 body = action.body
-                self.notices.ended(action.step, str(body.get("message") or body.get("reason")))
+                self.notices.on_ended(action.step, str(body.get("message") or body.get("reason")))
         else:
             self.trainers.send(action.rank, message)
 
@@ -180,4 +181,4 @@ class Actions:
             fields["share"] = str(share)
         self.events.emit("staged", fields, step=action.step)
         self._send_message(SendMessage(None, Kind.STAGED, action.step, {"pgt1_seconds": pgt1_seconds}))
-        self.notices.staged(action.step, action.layout.image_bytes, now - offered_at)
+        self.notices.on_staged(action.step, action.layout.image_bytes, now - offered_at)

@@ -187,7 +187,7 @@ def _serve_in_mpi_job(config: StagerConfig | None, problem: HoldfastError | None
     """Serve as a process of an MPI job."""
     # Importing `stager.mpi` starts MPI, which waits for all ranks; `holdfast --help` must not.
     from stager.flusher_process import PreloadedFlusher
-    from stager.service import StartRefused, serve, tell_end
+    from stager.service import StartRefused, send_end, serve
 
     preloaded = PreloadedFlusher(config) if config else None
     from stager.mpi import MpiTrainersPort
@@ -205,7 +205,7 @@ def _serve_in_mpi_job(config: StagerConfig | None, problem: HoldfastError | None
         if problem is not None or port.stagers.share.writers == 1:
             raise
         # Ranks may still be running, and MPI_Finalize would wait for them.
-        tell_end(port, error)
+        send_end(port, error)
         _log.error("%s", error)
         _close_log_watch(log_watch, {"event": "gave_up", "message": str(error)})
         logging.shutdown()
@@ -244,12 +244,12 @@ def _attach_flusher(
         if problem is not None:
             raise problem
         assert config is not None
-        lead_attempt = stagers.hear_attempt(config.start_seconds_max)
-        flusher = attach(config, ahead=preloaded, lead_attempt=lead_attempt)
+        lead_attempt = stagers.receive_attempt(config.start_seconds_max)
+        flusher = attach(config, preloaded=preloaded, lead_attempt=lead_attempt)
     except HoldfastError as error:
-        stagers.tell(error)
+        stagers.send_attempt(error)
         return None, error
-    stagers.tell(flusher.attempt)
+    stagers.send_attempt(flusher.attempt)
     return flusher, None
 
 
@@ -274,4 +274,4 @@ def _serve_standalone(config: StagerConfig, *, once: bool, own_host: str | None)
 
 def _print_rank_command(config: StagerConfig, standing: StandingStager) -> None:
     click.echo(f"the stager of {config.store} listens at {standing.address}; start the ranks with", err=True)
-    click.echo(f"  {standing.line_for_ranks}", err=True)
+    click.echo(f"  {standing.rank_command}", err=True)

@@ -20,7 +20,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import boot_id
 from holdfast.ring.near_ring import RingLocation
 from holdfast.ring.proofs import find_proof
-from holdfast.ring.remains import ANSWER_BYTES_MAX, FetchKind, held_checkpoints, encode_held
+from holdfast.ring.remains import ANSWER_BYTES_MAX, FetchKind, encode_held, held_checkpoints
 from holdfast.ring.ring import Ring
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind

@@ -1,9 +1,9 @@
 """Handles the flusher's messages in the stager, and attaches a new flusher when the old one has ended.
 
     began, freed, grown, durable, failed ─► events of the session
-    the line is cut ─► uploads that cannot be resumed fail their step ─► another flusher is found
-                          ├─ with our ring: it is told what the session knows; the trainers notice nothing
-                          └─ with another ring: steps are refused until no credit is out into the old ring
+    the flusher is lost ─► uploads that cannot be resumed fail their step ─► another flusher is found
+                              ├─ with our ring: it is told what the session knows; the trainers notice nothing
+                              └─ with another ring: steps are refused until no credit is out into the old ring
 
 Where the flusher's messages and the journal disagree, the journal is right.
 """
@@ -27,8 +27,8 @@ from stager.session.session_messages import (
     Began,
     Durable,
     Failed,
-    FlusherReplaced,
     FlusherLost,
+    FlusherReplaced,
     SlotsAdded,
     SlotsFreed,
 )
@@ -38,7 +38,7 @@ def replay(line: FlusherConnection, session: Session) -> FlusherReplaced:
     """Tell the flusher what the session knows; return the slots that the last flusher freed without a message."""
     ring, attempt = line.flusher.ring, line.flusher.attempt
     freed = tuple(slot for slot in sorted(session.flusher_slots) if ring.state(slot) is SlotState.FREE)
-    known, before = session.known(), _inherited_slots(ring, attempt, session)
+    known, inherited = session.known(), _inherited_slots(ring, attempt, session)
     for checkpoint in known:
         step = checkpoint.step
         line.send("begin", attempt=attempt, step=step, layout_digest=checkpoint.layout_digest)
@@ -47,7 +47,7 @@ def replay(line: FlusherConnection, session: Session) -> FlusherReplaced:
                 line.send("chunk", slot=slot)
         if checkpoint.staged:
             line.send("staged", attempt=attempt, step=step)
-    steps = {checkpoint.step for checkpoint in known} | session.left
+    steps = {checkpoint.step for checkpoint in known} | session.inherited_staged
     for other, step in ring.checkpoint_ids():
         if other == attempt and step not in steps and not session.is_durable(step):
             line.send("abort", attempt=attempt, step=step, reason="given up while there was no flusher")
@@ -57,7 +57,7 @@ def replay(line: FlusherConnection, session: Session) -> FlusherReplaced:
 def _inherited_slots(ring: Ring, attempt: int, session: Session) -> dict[int, list[int]]:
     """Return the slots with chunks that the previous stager received, by step. The flusher has freed later copies."""
     found: dict[int, list[int]] = {}
-    for slot in session.slots_before:
+    for slot in session.inherited_slots:
         try:
             record = ring.record(slot)
         except ProtocolError:
@@ -71,7 +71,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class FlusherHandler:
-    """Handles the job's flushers in turn. Only for the loop's thread. `again`: tells the next one doubts and proofs."""
+    """Handles the job's flushers in turn. Only for the loop's thread. `resend`: sends doubts and proofs again."""
 
     def __init__(
         self,
@@ -98,10 +98,10 @@ class FlusherHandler:
             for message in messages:
                 self._handle_message(message.kind, message.fields)
         except ProtocolError as error:
-            self._line.hang_up(error)
-        if not self.drained and self._line.notice_end():
+            self._line.disconnect(error)
+        if not self.drained and self._line.check_exited():
             self._fail_stranded()
-            self._actions.take(FlusherLost(self._line.cut))
+            self._actions.process(FlusherLost(self._line.lost_reason))
         return bool(messages)
 
     def _handle_message(self, kind: str, fields: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ class FlusherHandler:
             return  # about a checkpoint of the previous job
         match kind:
             case "began":
-                self._actions.take(Began(fields["step"], fields["part_chunks"]))
+                self._actions.process(Began(fields["step"], fields["part_chunks"]))
             case "freed":
                 self._handle_freed(fields["slots"])
             case "grown":
@@ -118,10 +118,10 @@ class FlusherHandler:
             case "durable":
                 body = {"pgt2_seconds": fields["pgt2_seconds"], "file": fields["file"]}
                 _log.info("step %d is durable: %s", fields["step"], fields["file"])
-                self._line.progressed()
-                self._actions.take(Durable(fields["step"], body))
+                self._line.reset_failures()
+                self._actions.process(Durable(fields["step"], body))
             case "failed":
-                self._actions.take(Failed(fields["step"], fields["code"], fields["message"]))
+                self._actions.process(Failed(fields["step"], fields["code"], fields["message"]))
             case "bad":
                 _log.error(
                     "step %d was read back from the store and is damaged: %s", fields["step"], fields["note"]
@@ -156,21 +156,21 @@ class FlusherHandler:
         """Pass on freed slots. `replay` may have found some free already, so a slot is believed only if the journal
         says FREE and it is still the flusher's.
         """
-        ring, theirs = self._line.flusher.ring, self._session.flusher_slots
+        ring, flusher_slots = self._line.flusher.ring, self._session.flusher_slots
         out_of_range = [slot for slot in slots if not 0 <= slot < ring.ring_chunks]
         if out_of_range:
             raise ProtocolError(f"the flusher freed slots {out_of_range}; the ring has {ring.ring_chunks}")
         freed = tuple(slot for slot in slots if slot in flusher_slots and ring.state(slot) is SlotState.FREE)
         if freed:
-            self._line.progressed()
-            self._actions.take(SlotsFreed(freed))
+            self._line.reset_failures()
+            self._actions.process(SlotsFreed(freed))
 
     def _handle_grown(self, note: str) -> None:
         ring = self._line.flusher.ring
         slots = ring.refresh_slots()
         if slots:
             self._payloads.grow(ring, slots)
-            self._actions.take(SlotsAdded(tuple(slots)))
+            self._actions.process(SlotsAdded(tuple(slots)))
         if note:
             _log.info("%s", note)
 
@@ -183,11 +183,11 @@ class FlusherHandler:
             if known.staged or not in_upload or flusher.ring.has_progress(flusher.attempt, known.step):
                 continue
             lost = PeerLost(
-                f"step {known.step}: the flusher (process {flusher.pid}) ended with {in_upload} chunks of it in an upload "
-                "that no other process can resume; make the ring larger than the image, or use a store whose "
+                f"step {known.step}: the flusher (process {flusher.pid}) ended with {in_upload} chunks of it in an "
+                "upload that no other process can resume; make the ring larger than the image, or use a store whose "
                 "uploads can be resumed"
             )
-            self._actions.take(Failed(known.step, lost.code, str(lost)))
+            self._actions.process(Failed(known.step, lost.code, str(lost)))
 
     def reattach(self) -> None:
         """Attach another flusher once it is found: with our ring at once, with a new ring when no credit is out.
@@ -195,14 +195,14 @@ class FlusherHandler:
         PeerLost: it has a new ring, and other stagers still have the old attempt.
         """
         if self._next is None:
-            found = self._line.find()
+            found = self._line.poll_replacement()
             if found is None:
                 return
             if found.resumed:
-                self._line.take(found)
+                self._line.switch_to(found)
                 # The last flusher may have ended after its journal entry and before its message.
                 self._handle_grown("")
-                self._actions.take(replay(self._line, self._session))
+                self._actions.process(replay(self._line, self._session))
                 self._resend()
                 return
             if self._line.leads_others:
@@ -212,7 +212,7 @@ class FlusherHandler:
                     "one has another attempt than the other stagers of this job, so the ranks must come again"
                 )
             self._next = found
-            self._actions.do(
+            self._actions.execute(
                 self._session.refuse_all(
                     f"the flusher (process {self._line.flusher.pid}) ended, and its ring could not be kept; staged "
                     "steps that are whole in it are published, the rest is given up"
@@ -224,8 +224,8 @@ class FlusherHandler:
 
     def _switch_ring(self, flusher: Flusher) -> None:
         """Switch to a flusher that has another ring; no payload is in flight into the old one."""
-        self._payloads.use(flusher.ring)
-        self._line.take(flusher)
+        self._payloads.set_ring(flusher.ring)
+        self._line.switch_to(flusher)
         free_slots, flusher_slots = slot_owners(flusher.ring)
         self._session.reopen(free_slots=free_slots, flusher_slots=flusher_slots)
         self._resend()

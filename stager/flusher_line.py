@@ -1,11 +1,11 @@
-"""The line to the flusher. When the flusher dies the line is cut, and a thread finds or starts another flusher.
+"""The connection to the flusher. When the flusher dies it is lost, and a thread finds or starts another flusher.
 
-    whole ── its socket ends ──► cut ── thread: attach ─► found ── the service takes it ──► whole
-                                  ▲           │ none: a pause, longer each time
-                                  └───────────┘
+    attached ── its socket ends ──► lost ── thread: attach ─► found ── the service takes it ──► attached
+                                     ▲           │ none: a pause, longer each time
+                                     └───────────┘
 
-The thread only attaches: all MPI calls stay in the stager's loop, which continues. Messages are dropped while the line
-is cut: the next flusher is told what the session knows.
+The thread only attaches: all MPI calls stay in the stager's loop, which continues. Messages are dropped while no
+flusher is attached: the next flusher is told what the session knows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FlusherConnection:
 
     Attributes:
         flusher: The flusher that is or was attached; its ring stays mapped.
-        cut: Why no flusher is attached; empty while one is.
+        lost_reason: Why no flusher is attached; empty while one is.
         failures: How many flushers in a row ended without progress or could not be started.
         held: The store error that the flusher reports; empty while the store works.
         attempts: Attempts of this job; more than one after a flusher had to make a new ring.
@@ -70,7 +70,7 @@ class FlusherConnection:
     @property
     def leads_others(self) -> bool:
         """Whether other stagers have the attempt of this one's flusher."""
-        return self._config.share.leads and self._config.share != WHOLE
+        return self._config.share.is_lead and self._config.share != WHOLE
 
     def share_of(self, layout: Layout) -> ImageShare:
         """The share of an image that this stager receives; the ranks compute the same one."""
@@ -82,7 +82,7 @@ class FlusherConnection:
     def log_path(self) -> Path:
         return log_path("flusher", self._config.store)
 
-    # -- while it is whole ---------------------------------------------------------------------------------------
+    # -- while it is attached ---------------------------------------------------------------------------------------
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message to the flusher; dropped if it is gone."""
@@ -98,7 +98,7 @@ class FlusherConnection:
         try:
             return self.flusher.channel.poll()
         except ProtocolError as error:
-            self.hang_up(error)
+            self.disconnect(error)
             return []
 
     def wait(self, seconds: float, *others: int) -> None:
@@ -114,7 +114,7 @@ class FlusherConnection:
         """Reset the count of failures: this flusher has made progress."""
         self.failures = 0
 
-    def hang_up(self, error: ProtocolError) -> None:
+    def disconnect(self, error: ProtocolError) -> None:
         """End the connection to a flusher that cannot be trusted."""
         _log.error("the flusher broke the protocol: %s", error)
         self.flusher.channel.close()
@@ -125,9 +125,9 @@ class FlusherConnection:
             kind, fields = self._unsent.popleft()
             channel.send(kind, **fields)
 
-    # -- when it is cut ------------------------------------------------------------------------------------------
+    # -- when it is lost ------------------------------------------------------------------------------------------
 
-    def notice_end(self) -> bool:
+    def check_exited(self) -> bool:
         """Return whether the flusher has ended since the last call; if so, schedule the search for another."""
         if self.lost_reason or not self.flusher.channel.closed:
             return False
@@ -143,7 +143,7 @@ class FlusherConnection:
         return True
 
     def poll_replacement(self) -> Flusher | None:
-        """Return another flusher once the thread has found it, for `take`. Never waits."""
+        """Return another flusher once the thread has found it, for `switch_to`. Never waits."""
         if not self.lost_reason:
             return None
         if self._thread is None:
@@ -224,8 +224,8 @@ class FlusherConnection:
         try:
             found = attach(
                 self._config.model_copy(update=update),
-                held=self.flusher,
-                lead_attempt=0 if self._config.share.leads else self.flusher.attempt,
+                previous=self.flusher,
+                lead_attempt=0 if self._config.share.is_lead else self.flusher.attempt,
             )
             if found.ring.chunk_bytes != ring.chunk_bytes:
                 found.close()

@@ -89,7 +89,7 @@ class PreloadedFlusher:
 @dataclass
 class Flusher:
     """The run's flusher, as this stager is attached to it. `resumed`: it kept the last flusher's ring and attempt.
-    `seen`: failures of the run before this attempt.
+    `prior_failures`: failures of the run before this attempt.
     """
 
     channel: ipc.Channel
@@ -113,9 +113,9 @@ def attach(
     preloaded: PreloadedFlusher | None = None,
     lead_attempt: int = 0,
 ) -> Flusher:
-    """Attach to the run's flusher, within `start_seconds_max`; start one if none runs. Any thread. `previous`: the flusher
-    that has ended, if its ring is still mapped: the next one may keep that ring. `preloaded`: a flusher that waits to
-    begin. `lead_attempt`: the attempt of the job, if another stager leads; 0 if this flusher chooses it.
+    """Attach to the run's flusher, within `start_seconds_max`; start one if none runs. Any thread. `previous`: the
+    flusher that has ended, if its ring is still mapped: the next one may keep that ring. `preloaded`: a flusher that
+    waits to begin. `lead_attempt`: the attempt of the job, if another stager leads; 0 if this flusher chooses it.
 
     Raises:
         StoreError, FencedError, ConfigError: The flusher could not start; its own error.
@@ -151,7 +151,7 @@ def attach(
                 welcome["chunk_bytes"],
                 config.chunk_bytes,
             )
-        resumed, seen = welcome["resumed"], FailureCount.from_json(welcome.get("seen"))
+        resumed, prior_failures = welcome["resumed"], FailureCount.from_json(welcome.get("seen"))
         if resumed and (previous is None or welcome["attempt"] != attempt):
             raise ProtocolError(
                 f"the flusher (process {welcome['pid']}) resumes attempt {welcome['attempt']}, expected {attempt}"
@@ -164,7 +164,9 @@ def attach(
     except BaseException:
         channel.close()
         raise
-    return Flusher(channel, ring, welcome["attempt"], welcome["store_url"], welcome["pid"], resumed, seen)
+    return Flusher(
+        channel, ring, welcome["attempt"], welcome["store_url"], welcome["pid"], resumed, prior_failures
+    )
 
 
 def _directory(config: StagerConfig) -> Path:

@@ -1,11 +1,11 @@
-"""Changes all ranks' save interval at the same step: rank 0 wishes, the stager proposes, every rank answers.
+"""Changes all ranks' save interval at the same step: rank 0 requests, the stager proposes, every rank answers.
 
     WISH ─► agreeing (holdfast/notices/step_agreement.py) ── every rank has promised the step ──► from that step on
     a rank refuses, is lost, does not answer, or too many tries ─► called off: the interval stays as it was
     a rank is lost, silent, or does not keep its promise ────────► loose: trainer_side/pace/schedule.py
 
 A change of interval is not urgent. The stager therefore proposes a step far enough ahead that no rank waits for it, and
-gives up at any doubt: rank 0 wishes again at the next checkpoint. An appointed pace is never called off, only followed
+gives up at any doubt: rank 0 asks again at the next checkpoint. An appointed pace is never called off, only followed
 by another.
 """
 
@@ -16,8 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from holdfast.errors import ProtocolError
-from holdfast.notices.messages import Announcement, Effect, EventLine, StepAnswer, AnnouncementKind, apply_effects
-from holdfast.notices.step_agreement import ProposalState, Margin, StepAgreement
+from holdfast.notices.messages import (
+    Announcement,
+    AnnouncementKind,
+    Effect,
+    EventLine,
+    StepAnswer,
+    apply_effects,
+)
+from holdfast.notices.step_agreement import Margin, ProposalState, StepAgreement
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
@@ -57,13 +64,13 @@ class IntervalAgreement:
 
     def on_answer(self, rank: int, answer: StepAnswer, now: float) -> list[Effect]:
         """A rank has answered a proposal without a refusal."""
-        match self._agreement.answered(rank, answer):
+        match self._agreement.add_answer(rank, answer):
             case ProposalState.INCOMPLETE:
                 return []
             case ProposalState.PROMISED:
                 return self._appoint(self._request)
             case ProposalState.EXHAUSTED:
-                return self._call_off(self._agreement.exhausted)
+                return self._call_off(self._agreement.exhausted_reason)
             case ProposalState.PASSED:
                 # Above the appointed step: a rank that has not reached that one changes its interval twice, in order.
                 return [self._agreement.propose_later(now, above=self._appointed_step)]
@@ -84,7 +91,7 @@ class IntervalAgreement:
         return self.on_doubt(reason) if lost else self._give_up(reason)
 
     def tick(self, now: float) -> list[Effect]:
-        overdue = self._agreement.overdue(now)
+        overdue = self._agreement.overdue_text(now)
         return self._call_off(overdue) if overdue else []
 
     def _appoint(self, request: PaceRequest) -> list[Effect]:
@@ -143,22 +150,22 @@ class IntervalHandler:
             body = wire.json_body(frame)
             if rank != 0:
                 raise ProtocolError(f"WISH from rank {rank}; only rank 0 measures")
-            self._apply(self._agreement.wished(PaceRequest.from_json(body), self._clock()))
+            self._apply(self._agreement.on_request(PaceRequest.from_json(body), self._clock()))
             return
         answer = StepAnswer.from_frame(frame)
         refusal = answer.body.get("refusal", "")
         if not isinstance(refusal, str):
             raise ProtocolError(f"HERE: refusal is {refusal!r:.80}, expected a text")
         if refusal:
-            self._apply(self._agreement.refused(rank, answer.number, refusal[:_REASON_CHARACTERS]))
+            self._apply(self._agreement.on_refusal(rank, answer.number, refusal[:_REASON_CHARACTERS]))
         else:
-            self._apply(self._agreement.answered(rank, answer, self._clock()))
+            self._apply(self._agreement.on_answer(rank, answer, self._clock()))
 
     def on_rank_silent(self, reason: str) -> None:
-        self._apply(self._agreement.doubtful(reason))
+        self._apply(self._agreement.on_doubt(reason))
 
     def on_rank_left(self, reason: str, *, lost: bool) -> None:
-        self._apply(self._agreement.left(reason, lost=lost))
+        self._apply(self._agreement.on_rank_left(reason, lost=lost))
 
     def tick(self) -> None:
         self._apply(self._agreement.tick(self._clock()))

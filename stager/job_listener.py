@@ -1,10 +1,10 @@
 """Accepts connections for a standing stager, and finds the job that each belongs to.
 
-    accepted ─► handshake, within 10 s ─► of the present job ─────────────────────────► its port
+    accepted ─► handshake, within 10 s ─► of the current job ─────────────────────────► its port
                                        ├─ of the same launch, started again ──────────► the next job; this one ends
                                        ├─ of the same start, a later generation ──────► the next job; this one ends
-                                       ├─ of another launch, the present job gone ────► the next job; this one ends
-                                       ├─ of another launch, the present job alive ───► refused: BUSY
+                                       ├─ of another launch, the current job gone ────► the next job; this one ends
+                                       ├─ of another launch, the current job alive ───► refused: BUSY
                                        └─ no job is served ───────────────────────────► the next job
 
 Ranks of the next job wait for their answer until that job is served. An incarnation that was replaced stays out for
@@ -37,8 +37,8 @@ from holdfast.net.handshake import (
     NONCE_BYTES,
     PROOF_MESSAGE_BYTES,
     Hello,
-    VersionMismatch,
     Status,
+    VersionMismatch,
     challenge,
     check_proof,
     hello_bytes,
@@ -104,7 +104,7 @@ def listen(address: Address) -> socket.socket:
         found = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        family, kind, protocol, _, place = found[0]
+        family, kind, protocol, _, sockaddr = found[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(sockaddr)
@@ -119,7 +119,7 @@ def listen(address: Address) -> socket.socket:
 
 
 class JobListener:
-    """Assigns connections to the present job or the next one. One thread; no method blocks.
+    """Assigns connections to the current job or the next one. One thread; no method blocks.
 
     Args:
         key: Key of the run; empty without a key.
@@ -127,7 +127,7 @@ class JobListener:
         tls: Ranks must speak TLS; None: they must not.
 
     Attributes:
-        turned_away: Ranks that have connected since `end`, and were told that the stager is stopping.
+        turned_away: Ranks that have connected since `stop_accepting`, and were told that the stager is stopping.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class JobListener:
         self._refusal_logged_at = -_REFUSAL_LOG_SECONDS
         self._unlogged_refusals = 0
         reactor.watch(sock, self._accept)
-        reactor.each_turn(self._close_overdue)  # while a job is served, too
+        reactor.add_turn_callback(self._close_overdue)  # while a job is served, too
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class JobListener:
     def _accept(self, _readable: bool, _writable: bool) -> None:
         for _ in range(_ACCEPTED_PER_TURN_MAX):
             try:
-                sock, place = self._sock.accept()
+                sock, sockaddr = self._sock.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -240,11 +240,11 @@ class JobListener:
         if not data:
             self._discard(greeting)
             return
-        greeting.begun += data
+        greeting.buffer += data
         try:
             if greeting.hello is None:
                 self._handle_hello(greeting)
-            elif len(greeting.begun) >= PROOF_MESSAGE_BYTES:
+            elif len(greeting.buffer) >= PROOF_MESSAGE_BYTES:
                 self._handle_proof(greeting, greeting.hello)
         except VersionMismatch as error:
             self._send_and_close(greeting, rejection(Status.VERSION))
@@ -258,8 +258,8 @@ class JobListener:
         sock = greeting.sock
         assert isinstance(sock, TlsSocket)
         try:
-            begun = sock.first_bytes(len(HANDSHAKE_RECORD))
-            if begun and is_hello(begun):
+            buffer = sock.first_bytes(len(HANDSHAKE_RECORD))
+            if buffer and is_hello(buffer):
                 sock.reject_plain(rejection(Status.TLS), HELLO_BYTES_MAX)
                 self._log_refusal(greeting.peer, "it does not speak TLS; give the ranks HOLDFAST_TLS_CA")
                 self._discard(greeting)
@@ -278,13 +278,13 @@ class JobListener:
 
     def _bytes_wanted(self, greeting: _Greeting) -> int:
         if greeting.hello is not None:
-            return PROOF_MESSAGE_BYTES - len(greeting.begun)
-        if len(greeting.begun) < HELLO_BYTES_MIN:
-            return HELLO_BYTES_MIN - len(greeting.begun)
-        return HELLO_BYTES_MAX - len(greeting.begun)
+            return PROOF_MESSAGE_BYTES - len(greeting.buffer)
+        if len(greeting.buffer) < HELLO_BYTES_MIN:
+            return HELLO_BYTES_MIN - len(greeting.buffer)
+        return HELLO_BYTES_MAX - len(greeting.buffer)
 
     def _handle_hello(self, greeting: _Greeting) -> None:
-        if self._tls is None and greeting.begun.startswith(HANDSHAKE_RECORD):
+        if self._tls is None and greeting.buffer.startswith(HANDSHAKE_RECORD):
             with contextlib.suppress(BlockingIOError):
                 # Closing with unread bytes resets the connection, and the rank would not get the answer.
                 greeting.sock.recv(_TLS_HELLO_BYTES_MAX)
@@ -293,19 +293,19 @@ class JobListener:
                 greeting.peer, "it speaks TLS, and this stager has neither --tls-cert nor --tls-key"
             )
             return
-        nbytes = hello_bytes(bytes(greeting.begun))
-        if nbytes is None or len(greeting.begun) < nbytes:
+        nbytes = hello_bytes(bytes(greeting.buffer))
+        if nbytes is None or len(greeting.buffer) < nbytes:
             return
-        if len(greeting.begun) > nbytes:
+        if len(greeting.buffer) > nbytes:
             raise ProtocolError("more than a hello came")
-        greeting.hello_data = bytes(greeting.begun)
+        greeting.hello_data = bytes(greeting.buffer)
         greeting.hello = read_hello(greeting.hello_data)
         greeting.nonce = os.urandom(NONCE_BYTES)
-        greeting.begun.clear()
+        greeting.buffer.clear()
         greeting.sock.send(challenge(self._key, greeting.hello_data, greeting.nonce))
 
     def _handle_proof(self, greeting: _Greeting, hello: Hello) -> None:
-        received = check_proof(self._key, greeting.hello_data, greeting.nonce, bytes(greeting.begun))
+        received = check_proof(self._key, greeting.hello_data, greeting.nonce, bytes(greeting.buffer))
         del self._greetings[greeting.sock]
         self._reactor.unwatch(greeting.sock)
         enable_keepalive(greeting.sock, messages=hello.channel == MESSAGES_CHANNEL)
@@ -331,9 +331,8 @@ class JobListener:
         self._unlogged_refusals += 1
         now = self._clock()
         if now - self._refusal_logged_at >= _REFUSAL_LOG_SECONDS:
-            more = (
-                f"; {self._unlogged_refusals} connections since the last such line" if self._unlogged_refusals > 1 else ""
-            )
+            refusals = self._unlogged_refusals
+            more = f"; {refusals} connections since the last such line" if refusals > 1 else ""
             _log.warning("a connection from %s is refused: %s%s", peer, why, more)
             self._refusal_logged_at, self._unlogged_refusals = now, 0
 
@@ -396,9 +395,9 @@ class JobListener:
             current = self._current
             is_start = hello.generation == 0 and hello.launch == current.launch
             self._end_current(_ALL_GENERATIONS if is_start else current.generation)
-            current.end(f"was left behind: {_RESTARTED if is_start else 'ranks of it come again'}")
+            current.drop_all(f"was left behind: {_RESTARTED if is_start else 'ranks of it come again'}")
         if hello.generation == 0:
-            # The later of two starts of one launch wins; the first of two launches wins: `open` refuses the other.
+            # The later of two starts of one launch wins; the first of two launches wins: `_assign` refuses the other.
             for incarnation, ended_job in list(self._ended_jobs.items()):
                 if ended_job.launch == hello.launch and incarnation != hello.incarnation:
                     self._ended_jobs[incarnation] = ended_job._replace(generation=_ALL_GENERATIONS)
@@ -427,7 +426,7 @@ class JobListener:
         self._reactor.unwatch(sock)
 
     def _end_current(self, generation: int) -> None:
-        """Record that the present job has ended, up to this generation of its start."""
+        """Record that the current job has ended, up to this generation of its start."""
         assert self._current is not None
         self._record_ended(self._current.incarnation, self._current.launch, generation)
         self._current = None

@@ -79,7 +79,7 @@ class MpiStagers:
 
     def send_attempt(self, attempt: int | HoldfastError) -> None:
         """Send the others the attempt, or the error that replaces it. Only the lead sends."""
-        if not self.share.leads:
+        if not self.share.is_lead:
             return
         if isinstance(attempt, HoldfastError):
             message = wire.encode(Kind.REFUSED, body=wire.error_body(attempt))
@@ -91,14 +91,14 @@ class MpiStagers:
             except MPI.Exception as error:  # that stager is dead; the ranks notice, too
                 _log.debug("stager %d/%d is not told: %s", other + 1, self.share.writers, error)
 
-    def hear_attempt(self, seconds_max: float) -> int:
+    def receive_attempt(self, seconds_max: float) -> int:
         """Wait for the attempt that the first stager sends; 0 on the first stager itself.
 
         Raises:
             PeerLost: The first stager is dead, or has sent nothing within `seconds_max`.
             HoldfastError: The first stager could not start; an error of the same class.
         """
-        if self.share.leads:
+        if self.share.is_lead:
             return 0
         status, deadline = MPI.Status(), time.monotonic() + seconds_max
         try:
@@ -186,7 +186,7 @@ class MpiTrainersPort:
     def fileno(self) -> None:
         """None: MPI has no descriptor to wait for."""
 
-    def left(self, rank: int) -> None:
+    def mark_left(self, rank: int) -> None:
         """Do nothing: MPI distinguishes a process that has left from one that died."""
 
     # -- control messages ----------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class MpiTrainersPort:
             self.cancel(rank, slot)
             self._mark_lost(rank, error)
 
-    def received(self, rank: int, slot: int) -> int | None:
+    def pop_received(self, rank: int, slot: int) -> int | None:
         requests = self._receives.get((rank, slot))
         if requests is None:
             return None

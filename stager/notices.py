@@ -37,7 +37,7 @@ class Notices:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trainers, self._events, self._clock, self._attempt = trainers, events, clock, attempt
-        self.terminates = False  # a rank's machine got a notice that it will be taken away
+        self.is_terminating = False  # a rank's machine got a notice that it will be taken away
         self._coordinator = PreemptionCoordinator(
             trainers.ranks,
             in_flight,
@@ -47,29 +47,29 @@ class Notices:
 
     def handle(self, rank: int, frame: Frame) -> None:
         """Handle NOTICE or AT of a rank. Raises `ProtocolError`: the message is malformed."""
-        self._apply(self._coordinator.hear(rank, self._trainers.name(rank), frame, self._clock()))
+        self._apply(self._coordinator.handle(rank, self._trainers.name(rank), frame, self._clock()))
 
     def on_offered(self, step: int) -> None:
         """A rank has offered or declined this step."""
-        self._coordinator.offered(step)
+        self._coordinator.on_offered(step)
 
     def on_staged(self, step: int, nbytes: int, seconds: float) -> None:
         """A checkpoint was staged, `seconds` after its first offer."""
-        self._apply(self._coordinator.staged(step, nbytes, seconds, self._clock()))
+        self._apply(self._coordinator.on_staged(step, nbytes, seconds, self._clock()))
 
     def on_ended(self, step: int, reason: str) -> None:
         """A checkpoint was declined or has failed, on all ranks."""
-        self._apply(self._coordinator.ended(step, reason, self._clock()))
+        self._apply(self._coordinator.on_ended(step, reason, self._clock()))
 
     def on_rank_left(self, rank: int, reason: str) -> None:
         """A rank has left, is lost, or was dropped."""
-        self._apply(self._coordinator.rank_left(rank, reason, self._clock()))
+        self._apply(self._coordinator.on_rank_left(rank, reason, self._clock()))
 
     def tick(self) -> None:
         self._apply(self._coordinator.tick(self._clock()))
 
     def _apply(self, effects: Sequence[Effect]) -> None:
-        self.terminates |= any(
+        self.is_terminating |= any(
             isinstance(effect, EventLine) and effect.fields.get("kind") == NoticeKind.TERMINATE
             for effect in effects
         )

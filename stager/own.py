@@ -15,7 +15,7 @@ from types import FrameType
 
 from holdfast.config import StagerConfig
 from holdfast.net.address import Address
-from holdfast.own_stager import OwnStagerNote, OwnStagerEndpoint, report_endpoint
+from holdfast.own_stager import OwnStagerEndpoint, OwnStagerNote, report_endpoint
 from stager.flusher_process import Flusher
 from stager.standing import StandingStager, key_of
 
@@ -59,11 +59,11 @@ class OwnStager(StandingStager):
         # A restart may be waiting already, since the last job's checkpoints were being written.
         return (not self._lost or self._ends_after_job) and self._listener.next_job() is None
 
-    def _told_to_stop(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._serving and not self._ends_after_job:
             self._ends_after_job = True
             _log.warning(
                 "told to stop by signal %d: this stager ends once the ranks of its job have left", number
             )
             return
-        super()._told_to_stop(number, frame)
+        super()._on_signal(number, frame)

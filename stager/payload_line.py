@@ -1,10 +1,10 @@
-"""A connection on which a rank sends payloads: the bytes go from the kernel straight to their places in the ring.
+"""A connection on which a rank sends payloads: the bytes go from the kernel straight to their targets in the ring.
 
-    header ─► place posted for (rank, slot)? ── yes ─► recvmsg_into the slot ─► taken ─► receipt
-                        └─ no, taken before, withdrawn, or another size ─► read and dropped ─► receipt
+    header ─► target posted for (rank, slot)? ── yes ─► recvmsg_into the slot ─► handed over ─► receipt
+                        └─ no, received before, withdrawn, or another size ─► read and dropped ─► receipt
 
-A slot's memory is written only while its place is wanted. When a place is withdrawn, or filled over another connection,
-the rest of the payload is dropped.
+A slot's memory is written only while its target is wanted. When a target is withdrawn, or filled over another
+connection, the rest of the payload is dropped.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class PayloadConnection:
     """Reads payloads from one connection into the ring, and sends receipts. One thread.
 
     Args:
-        open_place: Returns the target of a payload; None to drop it.
-        taken: Called when a payload was read to its end, with the header and the place that `open_place` returned; None
-            if that place is no longer wanted.
+        open_target: Returns the target of a payload; None to drop it.
+        on_received: Called when a payload was read to its end, with the header and the target that `open_target`
+            returned; None if that target is no longer wanted.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PayloadConnection:
         self._current: PayloadHeader | None = None
         self._target: PayloadTarget | None = None
         self._buffers: deque[memoryview] = deque()
-        self._remaining = 0  # of the present payload
+        self._remaining = 0  # bytes of the current payload
         self._receipts = bytearray()
 
     def read(self) -> None:
@@ -88,7 +88,7 @@ class PayloadConnection:
             return nbytes
         if self._buffers and not (self._target is not None and self._target.wanted):
             self._buffers.clear()
-        nbytes = self._into_place() if self._buffers else self._drop()
+        nbytes = self._read_into_target() if self._buffers else self._drop()
         self._remaining -= nbytes
         if self._remaining == 0:
             self._end()
@@ -100,11 +100,11 @@ class PayloadConnection:
             raise ProtocolError(f"a payload of {header.nbytes} bytes with number {header.number}")
         self._header_filled = 0
         self._current, self._remaining = header, header.nbytes
-        self._target = place = self._open_target(header)
-        if place is not None and place.nbytes == header.nbytes:
-            self._buffers.extend(place.memory[piece.offset : piece.end] for piece in place.pieces)
+        self._target = target = self._open_target(header)
+        if target is not None and target.nbytes == header.nbytes:
+            self._buffers.extend(target.memory[piece.offset : piece.end] for piece in target.pieces)
 
-    def _into_place(self) -> int:
+    def _read_into_target(self) -> int:
         buffers = self._buffers
         nbytes = self._sock.recvmsg_into(
             [buffers[i] for i in range(min(len(buffers), _PIECES_PER_CALL_MAX))]
@@ -121,11 +121,11 @@ class PayloadConnection:
         return len(self._sock.recv(min(self._remaining, _DROPPED_BYTES)))
 
     def _end(self) -> None:
-        header, place = self._current, self._target
+        header, target = self._current, self._target
         assert header is not None
         self._current, self._target = None, None
         self._buffers.clear()
-        self._on_received(header, place if place is not None and place.wanted else None)
+        self._on_received(header, target if target is not None and target.wanted else None)
         self._receipts += RECEIPT.pack(header.number)
         if len(self._receipts) > _RECEIPTS_BYTES_MAX:
             raise ProtocolError(

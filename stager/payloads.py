@@ -80,7 +80,7 @@ class Payloads:
         """Return the payloads that were completed since the last call."""
         found = []
         for key in list(self._arriving):
-            nbytes = self._port.received(*key)
+            nbytes = self._port.pop_received(*key)
             if nbytes is None:
                 continue
             self._arriving.discard(key)

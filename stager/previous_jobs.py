@@ -36,7 +36,7 @@ class PreviousJobs:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seconds_max, self._share, self._clock = seconds_max, share, clock
-        self._first_look_at: float | None = None
+        self._waiting_since: float | None = None
         self._may_restore = False
 
     def may_restore(self, ring: Ring, attempt: int) -> bool:
@@ -47,15 +47,15 @@ class PreviousJobs:
         staged = _staged_before(ring, attempt)
         complete = self._complete_in(ring) if staged else set()
         missing = [key.step for key in staged if key not in complete]
-        if missing and self._first_look_at is None:
-            self._first_look_at = now
+        if missing and self._waiting_since is None:
+            self._waiting_since = now
             _log.warning(
                 "an earlier job has staged %s, which the flusher is still writing; the trainers wait at most %g s "
                 "until it is durable",
                 _format_steps(missing),
                 self._seconds_max,
             )
-        late = self._first_look_at is not None and now - self._first_look_at >= self._seconds_max
+        late = self._waiting_since is not None and now - self._waiting_since >= self._seconds_max
         if missing and not late:
             return False
         if missing:
@@ -83,7 +83,7 @@ class PreviousJobs:
                 continue  # the flusher reports it
             if layout is not None:
                 own = range(layout.chunks) if self._share is None else self._share(layout)
-                if held.fitting(layout).issuperset(own):
+                if held.chunks_fitting(layout).issuperset(own):
                     found.add(CheckpointId(held.attempt, held.step))
         return found
 
@@ -93,7 +93,7 @@ def _staged_before(ring: Ring, attempt: int) -> list[CheckpointId]:
     return [key for key, state in _states(ring) if key.attempt < attempt and state == "staged"]
 
 
-def left_behind(ring: Ring, attempt: int) -> dict[int, bool]:
+def inherited_steps(ring: Ring, attempt: int) -> dict[int, bool]:
     """Return the steps of this attempt that the previous stager left: whether its share of each was staged."""
     return {key.step: state == "staged" for key, state in _states(ring) if key.attempt == attempt}
 

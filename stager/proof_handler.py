@@ -31,14 +31,14 @@ class ProofHandler:
 
     def handle(self, rank: int, frame: Frame) -> None:
         """Handle PROOF of a rank. Raises `ProtocolError`."""
-        key, said = read_proof(frame)
-        if isinstance(said, ResumeProof):
+        key, proof = read_proof(frame)
+        if isinstance(proof, ResumeProof):
             if rank != 0:
                 raise ProtocolError(f"PROOF from rank {rank}: only rank 0 says how the resume went")
-            self._events.emit("resume_proof", {"attempt": key.attempt, **said.to_json()}, step=key.step)
+            self._events.emit("resume_proof", {"attempt": key.attempt, **proof.to_json()}, step=key.step)
             return
         digests = self._pending.setdefault(key, {})
-        digests[rank] = said
+        digests[rank] = proof
         while len(self._pending) > PROOFS_MAX:  # drop the oldest: some rank never sent its digest
             del self._pending[next(iter(self._pending))]
         if len(digests) < self._ranks:

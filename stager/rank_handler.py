@@ -89,7 +89,7 @@ class RankHandler:
             if rank in self._trainers.present:
                 self._handle_message(rank, message)
         for rank, reason in result.lost:
-            self._remove_rank(rank, f"{reason} ({self._trainers.name(rank)})", loud=True)
+            self._remove_rank(rank, f"{reason} ({self._trainers.name(rank)})", lost=True)
         received = self._poll_payloads()
         answered = self._fetches.answer()
         return bool(result.messages or result.lost or received or answered)
@@ -98,14 +98,14 @@ class RankHandler:
         """Check deadlines, welcome ranks that may restore, and find silent ranks."""
         self._notices.tick()
         self._interval.tick()
-        if late := self._round.late(now):
+        if late := self._round.late_warning(now):
             _log.warning("%s", late)
-        self._send_round_result(self._round.overdue(now))
+        self._send_round_result(self._round.expire(now))
         self._welcome_ranks()
         self._send_beats()
 
     def _poll_payloads(self) -> bool:
-        arrivals = self._payloads.look()
+        arrivals = self._payloads.poll()
         for rank, step, chunk, nbytes, expected_bytes in arrivals:
             if nbytes == expected_bytes:
                 self._process(rank, Received(rank, step, chunk))
@@ -116,17 +116,17 @@ class RankHandler:
 
     def _process(self, rank: int, event: Event) -> None:
         """Pass an event to the session; drop the rank if the event breaks the protocol."""
-        self._actions.take(event, lambda error: self._drop_rank(rank, error))
+        self._actions.process(event, lambda error: self._drop_rank(rank, error))
 
     # -- messages ------------------------------------------------------------------------------------------------
 
     def _handle_message(self, rank: int, message: bytes) -> None:
-        silence = self._trainers.heard(rank)
+        silence = self._trainers.note_message(rank)
         if silence is not None:
             name = self._trainers.name(rank)
             _log.warning("%s is heard again after %.0f s; checkpoints resume", name, silence.seconds)
             self._events.emit("rank_back", {"silent_rank": rank, "name": name, "seconds": silence.seconds})
-            self._actions.take(RankBack(rank))
+            self._actions.process(RankBack(rank))
         try:
             frame = wire.decode(message)
             if not frame.kind.to_stager:
@@ -136,16 +136,16 @@ class RankHandler:
                     f"{frame.kind.name} of attempt {frame.attempt}, this job is attempt {self._line.flusher.attempt}"
                 )
             if frame.kind in {Kind.NOTICE, Kind.AT}:
-                self._notices.hear(rank, frame)
+                self._notices.handle(rank, frame)
             elif frame.kind in {Kind.WISH, Kind.HERE}:
-                self._interval.hear(rank, frame)
+                self._interval.handle(rank, frame)
             elif frame.kind is Kind.DOUBT:
-                self._doubts.hear(rank, frame)
+                self._doubts.handle(rank, frame)
             elif frame.kind is Kind.PROOF:
-                self._proofs.hear(rank, frame)
+                self._proofs.handle(rank, frame)
             elif frame.kind is Kind.FETCH:
-                self._fetches.hear(rank, frame)
-            elif frame.kind is not Kind.BEAT:  # `heard` above has noted the beat
+                self._fetches.handle(rank, frame)
+            elif frame.kind is not Kind.BEAT:  # `note_message` above has noted the beat
                 self._handle_frame(rank, frame)
         except ProtocolError as error:
             self._drop_rank(rank, error)
@@ -153,7 +153,7 @@ class RankHandler:
     def _handle_frame(self, rank: int, frame: Frame) -> None:
         match frame.kind:
             case Kind.HELLO:
-                self._trainers.hello(rank, frame)
+                self._trainers.handle_hello(rank, frame)
                 self._awaiting_welcome.add(rank)
                 self._welcome_ranks()
             case Kind.PROPOSE:
@@ -162,23 +162,23 @@ class RankHandler:
                 self._process(rank, NewLayout(self._layout(rank, frame)))
             case Kind.OFFER:
                 body = wire.json_body(frame, layout_digest=str)
-                self._actions.offered(frame.step)
-                self._trainers.spoke(rank, frame.step)
-                self._notices.offered(frame.step)
+                self._actions.on_offered(frame.step)
+                self._trainers.set_step(rank, frame.step)
+                self._notices.on_offered(frame.step)
                 self._process(
                     rank, Offer(rank, frame.step, body.pop("layout_digest"), SaveRecord.from_json(body))
                 )
-                self._send_round_result(self._round.fits(rank, frame.step))
+                self._send_round_result(self._round.record_fits(rank, frame.step))
             case Kind.FITS:
-                self._send_round_result(self._round.fits(rank, frame.step))
+                self._send_round_result(self._round.record_fits(rank, frame.step))
             case Kind.DECLINE:
                 reason = Reason.of_decline(frame.body.decode(errors="replace")[:2000])
-                self._trainers.spoke(rank, frame.step)
-                self._notices.offered(frame.step)
+                self._trainers.set_step(rank, frame.step)
+                self._notices.on_offered(frame.step)
                 self._process(rank, Decline(rank, frame.step, reason, frame.arg))
             case Kind.SENT:
                 self._process(rank, Sent(rank, frame.step, frame.chunk, frame.arg, frame.flags))
-                self._payloads.announced(rank, frame.step, frame.chunk)
+                self._payloads.on_sent(rank, frame.step, frame.chunk)
             case Kind.RETURN:
                 self._process(rank, Returned(rank, frame.step, frame.chunk))
             case Kind.DONE:
@@ -186,7 +186,7 @@ class RankHandler:
                 fingerprints = body.pop(FIELD, None)
                 self._process(rank, Done(rank, frame.step, SaveRecord.from_json(body), fingerprints))
             case Kind.BYE:
-                self._remove_rank(rank, f"rank {rank} has left", loud=False)
+                self._remove_rank(rank, f"rank {rank} has left", lost=False)
 
     # -- ranks that join, fall silent, and leave -------------------------------------------------------------------
 
@@ -196,8 +196,8 @@ class RankHandler:
         if not self._awaiting_welcome:
             return
         for rank in self._awaiting_welcome:
-            self._trainers.heard(rank)  # before WELCOME a rank answers no beats
-        if self._previous_jobs.settled(flusher.ring, flusher.attempt):
+            self._trainers.note_message(rank)  # before WELCOME a rank answers no beats
+        if self._previous_jobs.may_restore(flusher.ring, flusher.attempt):
             for rank in self._awaiting_welcome & self._trainers.present:
                 self._trainers.welcome(rank, self._welcome().to_frame())
             self._awaiting_welcome.clear()
@@ -215,12 +215,12 @@ class RankHandler:
             share=self._config.share.index + 1,
             shares=self._config.share.writers,
             ring=flusher.ring.identity,
-            seen=flusher.seen,
+            seen=flusher.prior_failures,
         )
 
     def _send_beats(self) -> None:
         """Send heartbeats to the ranks, and find the silent ones."""
-        for rank, seconds in self._trainers.beat(self._line.flusher.attempt):
+        for rank, seconds in self._trainers.send_beats(self._line.flusher.attempt):
             name = self._trainers.name(rank)
             _log.error(
                 "%s has been silent for %.0f s: its process is stopped, cut off, or gone; the steps that it had not "
@@ -229,30 +229,30 @@ class RankHandler:
                 seconds,
             )
             self._events.emit("rank_silent", {"silent_rank": rank, "name": name, "seconds": seconds})
-            self._actions.take(RankSilent(rank, name, seconds))
-            self._interval.silent(f"{name} has been silent")
+            self._actions.process(RankSilent(rank, name, seconds))
+            self._interval.on_rank_silent(f"{name} has been silent")
 
     def _drop_rank(self, rank: int, error: ProtocolError) -> None:
         """Tell the rank why, and drop it."""
         _log.error("rank %d broke the protocol and is dropped: %s", rank, error)
         self._trainers.send(rank, self._refusal(error))
-        self._remove_rank(rank, f"rank {rank} broke the protocol: {error}", loud=True)
+        self._remove_rank(rank, f"rank {rank} broke the protocol: {error}", lost=True)
 
-    def _remove_rank(self, rank: int, reason: str, *, loud: bool) -> None:
+    def _remove_rank(self, rank: int, reason: str, *, lost: bool) -> None:
         if rank not in self._trainers.present:
             return
-        self._trainers.leave(rank, lost=loud)
-        self._port.left(rank)
-        self._fetches.left(rank)
-        if loud:
+        self._trainers.remove(rank, lost=lost)
+        self._port.mark_left(rank)
+        self._fetches.drop_requests(rank)
+        if lost:
             _log.error("%s; the steps that it had not sent are given up, the other ranks continue", reason)
             self._events.emit("rank_lost", {"lost_rank": rank, "reason": reason})
-        self._notices.left(
+        self._notices.on_rank_left(
             rank, reason
         )  # first: otherwise it would retry the steps that the session fails now
-        self._interval.left(reason, lost=loud)
-        self._actions.take(RankLost(rank, reason))
-        self._send_round_result(self._round.lost(rank, reason, has_exited=not loud))
+        self._interval.on_rank_left(reason, lost=lost)
+        self._actions.process(RankLost(rank, reason))
+        self._send_round_result(self._round.record_lost(rank, reason, has_exited=not lost))
 
     def _send_round_result(self, answer: Agreement | HoldfastError | OneSidedRound | None) -> None:
         """Tell every rank how a round of proposals ended, if it did."""
@@ -284,7 +284,7 @@ class RankHandler:
         _log.error("%s", ended.error)
         for rank in ended.ranks:
             self._trainers.send(rank, self._refusal(ended.error))
-        self._actions.take(Failed(ended.step, ended.error.code, str(ended.error)))
+        self._actions.process(Failed(ended.step, ended.error.code, str(ended.error)))
 
     def _proposal(self, rank: int, frame: Frame) -> Proposal:
         """The rank's proposal; an unreadable one becomes a refusal for all ranks, and the session continues."""

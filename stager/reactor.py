@@ -27,11 +27,11 @@ class Reactor:
         self._wake = -1
 
     def fileno(self) -> int:
-        """A descriptor that can be read when `turn` has something to do."""
+        """A descriptor that can be read when `run_once` has something to do."""
         return self._epoll.fileno()
 
     def watch(self, sock: AnySocket, on_ready: OnReady) -> None:
-        """Have `turn` call `on_ready(readable, writable)` when the socket can be read."""
+        """Have `run_once` call `on_ready(readable, writable)` when the socket can be read."""
         descriptor = sock.fileno()
         self._on_ready[descriptor] = on_ready
         self._epoll.register(descriptor, select.EPOLLIN)
@@ -39,7 +39,7 @@ class Reactor:
             self._with_tls[descriptor] = sock
             self._note_unread(descriptor)
 
-    def want_write(self, sock: AnySocket, wanted: bool) -> None:
+    def watch_writable(self, sock: AnySocket, wanted: bool) -> None:
         """Set whether the callback is also called when the socket can be written."""
         descriptor = sock.fileno()
         if wanted != (descriptor in self._watching_writable):  # saves a system call for each message
@@ -60,8 +60,8 @@ class Reactor:
         self.unwatch(sock)
         sock.close()
 
-    def each_turn(self, call: Callable[[], None]) -> None:
-        """Have every `turn` call this, to check deadlines."""
+    def add_turn_callback(self, call: Callable[[], None]) -> None:
+        """Have every `run_once` call this, to check deadlines."""
         self._turn_callbacks.append(call)
 
     def run_once(self) -> bool:

@@ -39,7 +39,7 @@ from stager.flusher_line import FlusherConnection
 from stager.flusher_process import Flusher, attach, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
-from stager.previous_jobs import PreviousJobs, left_behind
+from stager.previous_jobs import PreviousJobs, inherited_steps
 from stager.proof_handler import ProofHandler
 from stager.rank_handler import RankHandler
 from stager.segments import SegmentList
@@ -93,7 +93,7 @@ class StagerService:
             on_divergence=config.on_divergence,
             share=share,
         )
-        self._session.take_over(left_behind(flusher.ring, flusher.attempt))
+        self._session.take_over(inherited_steps(flusher.ring, flusher.attempt))
         self._notices = notices = Notices(
             config,
             self._trainers,
@@ -109,8 +109,8 @@ class StagerService:
         proofs = ProofHandler(self._line, events, ranks=port.ranks)
 
         def resend() -> None:
-            doubts.again()
-            proofs.again()
+            doubts.resend()
+            proofs.resend()
 
         previous_jobs = PreviousJobs(
             config.start_seconds_max / 2, share=share, clock=clock
@@ -132,7 +132,7 @@ class StagerService:
 
     def rank_statuses(self) -> list[RankStatus]:
         """The state of each rank, for `holdfast status`. Any thread."""
-        return self._trainers.said()
+        return self._trainers.statuses()
 
     def run(self) -> None:
         """Serve until every trainer has left, or this stager is stopping; then let the flusher finish. Raises
@@ -146,7 +146,7 @@ class StagerService:
                 self._idle()
         self._finish()
         for rank in sorted(self._trainers.present):
-            self._trainers.leave(rank, lost=True)
+            self._trainers.remove(rank, lost=True)
 
     def close(self) -> None:
         """Detach from ring and flusher, which keeps running."""
@@ -165,9 +165,9 @@ class StagerService:
 
     def _poll_once(self) -> bool:
         """Poll ranks and flusher once; return whether there was any input."""
-        had_input = self._rank_handler.turn()
-        had_input |= self._flusher_handler.hear()
-        self._flusher_handler.mend()
+        had_input = self._rank_handler.poll()
+        had_input |= self._flusher_handler.poll()
+        self._flusher_handler.reattach()
         now = self._clock()
         if now >= self._tick_at:
             self._tick_at = now + _TICK_SECONDS
@@ -176,9 +176,9 @@ class StagerService:
 
     def _tick(self, now: float) -> None:
         reap()
-        if self._line.cut:
-            self._actions.take(FlusherLost(self._line.cut))  # again: the reason may have become more precise
-        self._actions.take(Tick())
+        if self._line.lost_reason:
+            self._actions.process(FlusherLost(self._line.lost_reason))  # again: the reason may have become more precise
+        self._actions.process(Tick())
         self._rank_handler.tick(now)
 
     def _idle(self) -> None:
@@ -209,15 +209,15 @@ class StagerService:
         deadline = self._clock() + _DRAIN_SECONDS_MAX
         logged_held = ""
         while finish_sent_to is None or not self._flusher_handler.drained:
-            is_settled = not (self._line.cut or self._session.may_stage)
+            is_settled = not (self._line.lost_reason or self._session.may_stage)
             # The lead may never publish a checkpoint, and ranks may wait to join again with another attempt.
-            may_restart = bool(self.lost_ranks) or not self._config.share.leads
+            may_restart = bool(self.lost_ranks) or not self._config.share.is_lead
             if may_restart and is_settled and is_ring_kept(self._line.flusher.ring.directory):
                 return
             # "finish" would end a checkpoint that still streams through a smaller ring and may become staged.
-            if finish_sent_to is not self._line.flusher and not self._line.cut and not self._session.may_stage:
+            if finish_sent_to is not self._line.flusher and not self._line.lost_reason and not self._session.may_stage:
                 finish_sent_to = self._line.flusher
-                self._line.send("finish", interrupted=bool(self.lost_ranks) or self._notices.terminates)
+                self._line.send("finish", interrupted=bool(self.lost_ranks) or self._notices.is_terminating)
             if self._line.failures >= _DRAIN_FAILURES_MAX:
                 raise self._drain_error()
             left_seconds = deadline - self._clock()
@@ -238,9 +238,9 @@ class StagerService:
             if self._trainers.present:
                 self._poll_once()
                 continue
-            self._flusher_handler.hear()
-            self._flusher_handler.mend()
-            self._actions.take(Tick())
+            self._flusher_handler.poll()
+            self._flusher_handler.reattach()
+            self._actions.process(Tick())
             reap()
 
     def _log_waiting(self, held: str, left_seconds: float) -> None:
@@ -256,7 +256,7 @@ class StagerService:
         flusher, line = self._line.flusher, self._line
         return PeerLost(
             f"{line.failures} flushers in a row ended, or could not be started, before all was durable "
-            f"({line.cut or 'the last one has just been started'}); fix the error in {line.log_path}, "
+            f"({line.lost_reason or 'the last one has just been started'}); fix the error in {line.log_path}, "
             f"then start the job, or `holdfast flusher --store {flusher.store_url}`: it publishes what is in "
             f"{flusher.ring.directory}"
         )
@@ -307,8 +307,8 @@ def serve(
     with export_spans("stager", flusher.store_url, events):  # outermost: the exporter may take seconds to end
         try:
             state = StatusState("stager", flusher.store_url, ranks=service.rank_statuses)
-            events.listen(state.hear)
-            with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", state.said):
+            events.listen(state.handle_event)
+            with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", state.build_document):
                 events.emit(
                     "stager_ready",
                     {
@@ -344,7 +344,7 @@ def refuse_start(
     ranks' leaving ends the wait, or `is_stopping`.
     """
     waiting = set(range(port.ranks))
-    message = Welcome.refusal(error)
+    message = Welcome.refusal_frame(error)
     was_sent = False
     while waiting and not is_stopping():
         result = port.poll()
@@ -365,7 +365,7 @@ def refuse_start(
     return was_sent
 
 
-def tell_end(port: TrainersPort, error: HoldfastError) -> None:
+def send_end(port: TrainersPort, error: HoldfastError) -> None:
     """Tell every rank that this stager ends by `error`; otherwise they would wait for their timeout."""
     end_error = ProtocolError(
         f"it has ended: {error}"

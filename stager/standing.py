@@ -81,7 +81,7 @@ def tls_of(config: StagerConfig) -> StagerTls | None:
 
 def _share_mismatch(share: ShareNumber, lead_attempt: int) -> ConfigError | None:
     """Return an error if ranks with this `lead_attempt` have mistaken this stager for another one of their list."""
-    if share.leads == (lead_attempt == 0):
+    if share.is_lead == (lead_attempt == 0):
         return None
     taken_for = "the first stager" if lead_attempt == 0 else "one after the first"
     return ConfigError(
@@ -126,15 +126,15 @@ class StandingStager:
         self._attached = self._attach_early()
         signal.set_wakeup_fd(self._wakeup_send.fileno())
         for number in ENDING_SIGNALS:
-            signal.signal(number, self._told_to_stop)
+            signal.signal(number, self._on_signal)
 
     def _attach_early(self) -> Flusher | None:
         # Now, not at the first job, so that the operator sees an error of the store at once. If another stager leads,
         # only the ranks know the attempt.
-        return attach(self._config) if self._config.share.leads else None
+        return attach(self._config) if self._config.share.is_lead else None
 
     @property
-    def line_for_ranks(self) -> str:
+    def rank_command(self) -> str:
         host = socket.gethostname() if self.address.host in _ANY_ADDRESS else self.address.host
         key = ""
         if self._config.key_file is not None:
@@ -163,7 +163,7 @@ class StandingStager:
                 if self._ends_with_job():
                     break
         finally:
-            self._listener.end()
+            self._listener.stop_accepting()
             self._listener.close()
             if self._attached is not None:
                 self._attached.close()
@@ -192,7 +192,7 @@ class StandingStager:
                 if self._listener.next_job() is not None:
                     return True
                 wait_readable([self._reactor.fileno()], _TICK_SECONDS)
-                self._reactor.turn()
+                self._reactor.run_once()
         return False
 
     def _status_document(self, since_unix: float) -> StatusDocument:
@@ -217,7 +217,7 @@ class StandingStager:
         _log.info("a job of %d ranks joins (%s)", hello.ranks, hello.launch)
         begun = time.monotonic()
         self._lost = set()
-        self._listener.open(port)
+        self._listener.open_job(port)
         try:
             attached, self._attached = self._attached, None
             self._lost = lost = serve(
@@ -253,9 +253,9 @@ class StandingStager:
         deadline = time.monotonic() + _GOODBYE_SECONDS_MAX
         while not ranks <= self._listener.turned_away and time.monotonic() < deadline:
             wait_readable([self._reactor.fileno()], _TICK_SECONDS)
-            self._reactor.turn()
+            self._reactor.run_once()
 
-    def _told_to_stop(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         # A second signal ends the process at once. SIGHUP does not: the kernel and the shell may both send it.
         if self._is_stopping and number != signal.SIGHUP:
             raise SystemExit(128 + number)
@@ -266,7 +266,7 @@ class StandingStager:
         if not self._is_stopping:
             return  # another signal woke the loop
         _log.warning("stopping: no further job is taken, and what is staged is written to the store")
-        self._listener.end()
+        self._listener.stop_accepting()
         if self._keeper is not None:  # no later job will use this ring
             self._keeper.close()
             self._keeper = None

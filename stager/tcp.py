@@ -94,7 +94,7 @@ class TcpTrainersPort:
         if rank.lost or rank.left:
             refuse(self._reactor, sock, Status.LOST, "this rank was given up: its job goes on without it")
             return
-        if hello.resuming and not rank.known:
+        if hello.resuming and not rank.was_admitted:
             # Another stager has counted this rank's messages; other ranks of its job were admitted here first.
             refuse(self._reactor, sock, Status.LOST, "this stager has not admitted this rank before")
             return
@@ -117,7 +117,7 @@ class TcpTrainersPort:
             self._reactor.close(rank.sock)
         if rank.disconnected_at is not None:
             _log.info("rank %d is connected again after %.1f s", number, self._clock() - rank.disconnected_at)
-        rank.sock, rank.disconnected_at, rank.blocked, rank.known = sock, None, False, True
+        rank.sock, rank.disconnected_at, rank.blocked, rank.was_admitted = sock, None, False, True
         self._reactor.watch(sock, functools.partial(self._messages_ready, number))
         self._write(number)
 
@@ -128,8 +128,8 @@ class TcpTrainersPort:
         rank.payload_socks[channel] = sock
         line = PayloadConnection(
             sock,
-            open_place=functools.partial(self._open_target, number),
-            taken=functools.partial(self._on_payload_received, number),
+            open_target=functools.partial(self._open_target, number),
+            on_received=functools.partial(self._on_payload_received, number),
         )
         self._reactor.watch(sock, functools.partial(self._payload_ready, number, channel, sock, line))
 
@@ -178,7 +178,7 @@ class TcpTrainersPort:
         return 0 if self._ranks[rank].lost else self._ranks[rank].line.unacknowledged
 
     def poll(self) -> PollResult:
-        self._reactor.turn()
+        self._reactor.run_once()
         now = self._clock()
         for number, rank in self._ranks.items():
             if rank.lost or rank.left or rank.disconnected_at is None:
@@ -213,11 +213,11 @@ class TcpTrainersPort:
             if rank.sock is None:
                 return
             try:
-                nbytes = rank.sock.recv_into(rank.line.room())
+                nbytes = rank.sock.recv_into(rank.line.receive_buffer())
                 if nbytes == 0:
                     self._close_messages(number)
                     return
-                self._messages.extend((number, message) for message in rank.line.arrived(nbytes))
+                self._messages.extend((number, message) for message in rank.line.data_received(nbytes))
             except BlockingIOError:
                 break
             except OSError as error:
@@ -232,11 +232,11 @@ class TcpTrainersPort:
     def _write(self, number: int) -> None:
         rank = self._ranks[number]
         while rank.sock is not None and not rank.blocked:
-            data = rank.line.outgoing()
+            data = rank.line.next_outgoing()
             if data is None:
                 break
             try:
-                rank.line.written(rank.sock.send(data))
+                rank.line.mark_written(rank.sock.send(data))
             except BlockingIOError:
                 rank.blocked = True
             except OSError as error:
@@ -244,7 +244,7 @@ class TcpTrainersPort:
                 self._close_messages(number)
                 return
         if rank.sock is not None:
-            self._reactor.want_write(rank.sock, rank.blocked)
+            self._reactor.watch_writable(rank.sock, rank.blocked)
 
     def _close_messages(self, number: int) -> None:
         rank = self._ranks[number]
@@ -260,7 +260,7 @@ class TcpTrainersPort:
         self.cancel(rank, slot)
         self._targets[rank, slot] = PayloadTarget(memory, pieces, sum(piece.nbytes for piece in pieces))
 
-    def received(self, rank: int, slot: int) -> int | None:
+    def pop_received(self, rank: int, slot: int) -> int | None:
         return self._received.pop((rank, slot), None)
 
     def cancel(self, rank: int, slot: int) -> None:
@@ -270,16 +270,16 @@ class TcpTrainersPort:
         self._received.pop((rank, slot), None)
 
     def _open_target(self, number: int, header: PayloadHeader) -> PayloadTarget | None:
-        if header.number in self._ranks[number].taken:
+        if header.number in self._ranks[number].received_numbers:
             return None
-        self._ranks[number].taken.check(header.number)
+        self._ranks[number].received_numbers.check(header.number)
         return self._targets.get((number, header.slot))
 
     def _on_payload_received(self, number: int, header: PayloadHeader, target: PayloadTarget | None) -> None:
         rank = self._ranks[number]
-        if header.number in rank.taken:
+        if header.number in rank.received_numbers:
             return
-        rank.taken.add(header.number)
+        rank.received_numbers.add(header.number)
         # A wrong size is reported as it is: the loop then drops the rank.
         if target is not None:
             # Otherwise a duplicate on another connection would still write to the slot, and into its next chunk.
@@ -300,7 +300,7 @@ class TcpTrainersPort:
                 line.write()
             if readable:
                 line.read()
-            self._reactor.want_write(sock, line.owes)
+            self._reactor.watch_writable(sock, line.has_pending_receipts)
         except (OSError, ProtocolError) as error:
             _log.debug("rank %d, channel %d: %s", number, channel, error)
             self._reactor.close(sock)
@@ -311,7 +311,7 @@ class TcpTrainersPort:
 
     # -- lost ranks --------------------------------------------------------------------------------------------------
 
-    def left(self, rank: int) -> None:
+    def mark_left(self, rank: int) -> None:
         """The rank has said BYE, or its messages are ignored: the end of its connection is no loss."""
         self._ranks[rank].left = True
 

@@ -94,11 +94,11 @@ class Trainers:
         known = self._known.get(rank)
         if known is None:
             return None
-        ended = SilentRank(rank, self._listened_seconds - known.at) if known.silent else None
-        known.at, known.silent = self._listened_seconds, False
+        ended = SilentRank(rank, self._listened_seconds - known.heard_at) if known.silent else None
+        known.heard_at, known.silent = self._listened_seconds, False
         return ended
 
-    def spoke(self, rank: int, step: int) -> None:
+    def set_step(self, rank: int, step: int) -> None:
         """A rank has offered or declined this step."""
         known = self._known.get(rank)
         if known is not None:
@@ -138,7 +138,7 @@ class Trainers:
             known = self._known[rank]
             if known.silent:
                 continue
-            seconds = self._listened_seconds - known.at
+            seconds = self._listened_seconds - known.heard_at
             known.silent = seconds > self._seconds_max
             if known.silent:
                 found.append(SilentRank(rank, seconds))
@@ -153,7 +153,7 @@ def _rank_status(rank: int, known: _RankRecord | None, is_present: bool, is_lost
         state = "coming" if known is None else "silent" if known.silent else "here"
     if known is None:
         return RankStatus(rank=rank, state=state)
-    quiet_seconds = round(max(0.0, now - known.at), 3) if is_present else None
+    quiet_seconds = round(max(0.0, now - known.heard_at), 3) if is_present else None
     return RankStatus(
         rank=rank, host=known.host, pid=known.pid, state=state, quiet_seconds=quiet_seconds, step=known.step
     )

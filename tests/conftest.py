@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.costs import Costs
 from tests.support.hangs import Hangs
-from tests.support.left_out import LeftOutCheck
+from tests.support.left_out import LeftOut
 from tests.support.moto_s3 import running_moto
 from tests.support.once import made_once
 from tests.support.quick_site import sitecustomize  # noqa: F401 - what it says of a job is so here, too
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Measure the cost of each test, end the processes of a hung one, and skip tests when time is up."""
     config.pluginmanager.register(Costs(config))
-    config.pluginmanager.register(LeftOutCheck(config))
+    config.pluginmanager.register(LeftOut(config))
     config.pluginmanager.register(Hangs())
 
 

@@ -1,7 +1,7 @@
 """Runs a background thread of a training rank: an unexpected exception is logged once, and ends waits for the thread.
 
     work() returns ─► the thread ends
-    work() raises ──► ERROR with its cause ─► died(error): releases the threads that wait for this one
+    work() raises ──► ERROR with its cause ─► on_death(error): releases the threads that wait for this one
 
 Calls with a deadline (ranks/deadlines.py) run in other threads, and raise in the waiting thread.
 """
@@ -24,7 +24,7 @@ class ThreadDied(PeerLost):
 class BackgroundThread:
     """A daemon thread, begun by `start`.
 
-    `task`: Its purpose, in words that follow `which`. `died`: Called in the dying thread.
+    `task`: Its purpose, in words that follow `which`. `on_death`: Called in the dying thread.
     """
 
     def __init__(

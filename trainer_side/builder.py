@@ -98,30 +98,30 @@ def build(given: UserState, config: TrainerConfig, *, auto: bool, fresh: bool) -
     tiers = open_tier_set(config, world, link, agreed_steps, ledger, events)
     cancel_at_exit = at_exit(tiers.close, EXIT_SECONDS_MAX)
 
-    def tell(doubt: Doubt) -> None:
+    def announce_doubt(doubt: Doubt) -> None:
         """Tell all ranks that this one no longer trusts copies behind the gate. Any thread."""
-        tiers.doubt(doubt)  # first: the stager and the other ranks may be gone
-        is_alive = link.job.lives
-        link.tell(StagerMessage.doubt(doubt))
+        tiers.mark_doubtful(doubt)  # first: the stager and the other ranks may be gone
+        is_alive = link.job.is_alive
+        link.send_message(StagerMessage.doubt(doubt))
         if not is_alive:
-            tiers.council.doubt(doubt)
+            tiers.council.send_doubt(doubt)
 
     copy_policy = CopyPolicy(
         rank,
         mode=config.copy,
         inside_ms_max=config.copy_inside_ms_max,
-        tell=tell,
+        send_doubt=announce_doubt,
         ledger=ledger,
         events=events,
     )
 
-    def hear(doubt: Doubt) -> None:
+    def handle_doubt(doubt: Doubt) -> None:
         """Act on the doubt of any rank. Link's or council's thread."""
-        tiers.doubt(doubt)
-        copy_policy.hear(doubt)
+        tiers.mark_doubtful(doubt)
+        copy_policy.handle_doubt(doubt)
 
-    inbox.on_doubt = hear
-    tiers.council.set_doubt_callback(hear)
+    inbox.on_doubt = handle_doubt
+    tiers.council.set_doubt_callback(handle_doubt)
     seconds_max = config.copy_seconds_max
     copier = Copier(
         optimizers, link, ledger=ledger, events=events, seconds_max=seconds_max, copy_policy=copy_policy
@@ -140,10 +140,10 @@ def build(given: UserState, config: TrainerConfig, *, auto: bool, fresh: bool) -
         seconds_max=config.close_seconds_max,
         on_not_durable=config.on_not_durable,
     )
-    send = _notice_sender(link) if link.job.has_stager else tiers.council.notice
+    send = _notice_sender(link) if link.job.has_stager else tiers.council.send_notice
     notices = PreemptionNotices(config, agreed_steps, send, rank=rank)
     peers = world.peers()
-    resume_check = ResumeCheck(state, link, tiers, peers, events, stops=config.on_unproven == "stop")
+    resume_check = ResumeCheck(state, link, tiers, peers, events, stop_on_difference=config.on_unproven == "stop")
     return CheckpointerParts(
         peers,
         events,
@@ -183,8 +183,8 @@ def _make_pacer(
         )
     from trainer_side.pace.pacer import Pacer  # here: most scripts set the interval themselves
 
-    wish = (lambda wish: link.tell(StagerMessage.wish(wish))) if world.rank == 0 else None
-    return Pacer(schedule, wish, config, events, optimizers, seen=link.job.seen)
+    send_request = (lambda request: link.send_message(StagerMessage.wish(request))) if world.rank == 0 else None
+    return Pacer(schedule, send_request, config, events, optimizers, observed=link.job.prior_failures)
 
 
 def _notice_sender(link: ToStager) -> Callable[[Notice], None]:
@@ -195,6 +195,6 @@ def _notice_sender(link: ToStager) -> Callable[[Notice], None]:
                 link.job.rank,
                 notice.sentence(),
             )
-        link.tell(StagerMessage.notice(notice))
+        link.send_message(StagerMessage.notice(notice))
 
     return send

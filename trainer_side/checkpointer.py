@@ -7,7 +7,7 @@
                     └─────► TierSet   writes the copy into local tiers, if there are any
     restore() ─► restore/restore.py
     step(step) ─► the interval, and AgreedSteps after a preemption notice: whether a checkpoint is due
-    track(…) ─► Marking   tells experiment trackers about the checkpoints, on a thread of its own
+    track(…) ─► MarkSender   tells experiment trackers about the checkpoints, on a thread of its own
 
 After start-up, restore and the first step after it, the training thread runs no collective operation. Every wait has a
 deadline.
@@ -140,7 +140,7 @@ class Checkpointer:
         )
         report("joined", attempt=self._link.job.attempt or self._tiers.attempt, ranks=self.ranks)
         diary.write_diary("begins", True)
-        self._seat.take(self, self._copier.gate.remove)
+        self._seat.claim(self, self._copier.gate.remove)
         if self.rank == 0:
             # A warning, as for a restore, so that a script without its own logging setup shows the line.
             _log.warning("%s", self._start_line(fixed, fresh=fresh))
@@ -235,7 +235,7 @@ class Checkpointer:
         wanted = parse_best(best, mode, step)
         step = None if step is None else step_number(step, "restore()")
         may_lack_names = self._names_in_state(may_lack)
-        self._parts.fresh_run.restored()
+        self._parts.fresh_run.mark_restored()
         agree(self._parts.peers, self._given.problem())
         store = open_store(self._link.job.store_url)
         options = RestoreOptions(
@@ -263,14 +263,14 @@ class Checkpointer:
                 _log.warning("a new run: %s has no checkpoint to resume from", self._link.job.store_url)
             emit_progress("restored", step=-1)
             return 0
-        self._tiers.restored((found.attempt, found.step), found.whole_in)
-        self._agreed_steps.restored(found.step)
-        self._parts.left_out.restored()
+        self._tiers.set_restored((found.attempt, found.step), found.whole_in)
+        self._agreed_steps.on_restored(found.step)
+        self._parts.left_out.mark_restored()
         is_other_batch = found.rewound is not None and found.rewound.skips(found.step + 1)
-        self._resume_check.restored(
+        self._resume_check.set_resumed(
             CheckpointId(found.attempt, found.step),
             found.kept_proofs,
-            unlike=f"the run was {found.rewound}" if is_other_batch else "",
+            expected_difference=f"the run was {found.rewound}" if is_other_batch else "",
         )
         self._notify_samplers(found.step)
         if found.rewound is not None:
@@ -323,7 +323,7 @@ class Checkpointer:
             PeerLost: The stager is lost, and `on_stager_lost` is `end`; and as `save()`.
         """
         step = self._check_step(step, "step()")
-        self._metrics.to_step(metrics, step)
+        self._metrics.check_step(metrics, step)
         self._raise_if_stager_lost()
         self._saver.decline_late()
         if not self._step_called:
@@ -337,24 +337,24 @@ class Checkpointer:
         self._notify_samplers(step)
         agreed_steps = self._agreed_steps
         instruction = agreed_steps.reach(step)
-        every = agreed_steps.every(self._every, step)
+        every = agreed_steps.current_interval(self._every, step)
         interval_due = bool(every and (step + 1) % every == 0)
         if self._pacer is not None:
-            interval_due = self._pacer.reach(step, lambda usual: agreed_steps.every(usual, step))
+            interval_due = self._pacer.reach(step, lambda usual: agreed_steps.current_interval(usual, step))
         if instruction is not None:
             self._events.emit("appointed", {"save": instruction.save, "reason": instruction.reason}, step=step)
             if instruction.notice.kind is NoticeKind.TERMINATE:
                 report("noticed")  # by now all ranks may leave their loops, whichever received the notice
-        proof = self._resume_check.step(step, StepInput(batch, loss, grad_norm), self._leaving.newest_step)
+        proof = self._resume_check.on_step_end(step, StepInput(batch, loss, grad_norm), self._leaving.newest_step)
         if proof is not None and self.restored is not None:
             self.restored = replace(self.restored, proof=proof)
         self._report_progress()
         save_due = interval_due or (instruction is not None and instruction.save)
         saved = save_due and self.save(step, metrics=metrics)
         if self._leaving.newest_step == step:
-            self._resume_check.saved(step)
+            self._resume_check.on_saved(step)
         if self._pacer is not None:
-            self._pacer.stepped(step, due=save_due, saved=saved)
+            self._pacer.on_step_end(step, due=save_due, saved=saved)
         return saved
 
     def save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
@@ -396,7 +396,7 @@ class Checkpointer:
         self._report_progress()
         saved = self._saver.save(step, metrics=values or None)
         if saved and values is not None:
-            self._metrics.saved()
+            self._metrics.mark_saved()
         self._leaving.wanted_step = max(self._leaving.wanted_step, step)
         if saved:
             self._leaving.newest_step = step
@@ -453,7 +453,7 @@ class Checkpointer:
             )
         if self._mark_sender is None:
             self._mark_sender = MarkSender()
-            self._events.listen(self._mark_sender.hear)
+            self._events.add_listener(self._mark_sender.handle_event)
         self._mark_sender.add(tracker, start.marks(tracker.last_step))
         self._saver.trackers |= named
         return tracker
@@ -490,11 +490,11 @@ class Checkpointer:
         if isinstance(error, SystemExit) and not error.code:
             error = None  # a finished script may end by sys.exit() or sys.exit(0)
         self._closed = True
-        self._seat.give_up()
+        self._seat.release()
         failed = self._save_deferred() if error is None else None
         error = error or failed
         if error is not None:
-            self._leaving.say(error)
+            self._leaving.log_exception(error)
             notice = None if isinstance(error, GeneratorExit) else self._parts.notices.pending
             if notice is not None and self._finished_step is not None and not self._leaving.has_lost_peer(error):
                 self._leaving.save_last(self._finished_step, self._saver.save, notice)
@@ -514,7 +514,7 @@ class Checkpointer:
         self._parts.pool.close()
         try:
             if error is None:
-                self._leaving.at_the_end()
+                self._leaving.leave_after_training()
             else:
                 self._leaving.leave_after_error(error)
         finally:
@@ -545,7 +545,7 @@ class Checkpointer:
     def _check_call(self, call: str) -> None:
         """Raises `ConfigError` in a forked child."""
         if os.getpid() != self._seat.process:
-            raise self._seat.refusal(call)
+            raise self._seat.fork_error(call)
 
     def _notify_samplers(self, step: int) -> None:
         """Tell samplers in the state that a step is done."""

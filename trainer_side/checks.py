@@ -32,7 +32,7 @@ def metadata(_: CheckPlan, environ: Mapping[str, str] | None = None) -> Iterator
     except SourceError as error:
         yield Finding(_CHECK, CheckState.FAIL, str(error), "fix or unset the variable that moves the server")
         return
-    if aws.present():
+    if aws.is_present():
         yield _notice_finding(aws)
     elif aws.answers_without_token():
         yield Finding(
@@ -45,7 +45,7 @@ def metadata(_: CheckPlan, environ: Mapping[str, str] | None = None) -> Iterator
             "lets PUT through to 169.254.169.254",
         )
     else:
-        found = next((source for source in others if source.present()), None)
+        found = next((source for source in others if source.is_present()), None)
         if found is not None:
             yield _notice_finding(found)
         else:
@@ -60,7 +60,7 @@ def metadata(_: CheckPlan, environ: Mapping[str, str] | None = None) -> Iterator
 
 def _notice_finding(source: NoticeSource) -> Finding:
     try:
-        notices = source.look()
+        notices = source.poll()
     except SourceError as error:
         return Finding(
             _CHECK, CheckState.WARN, f"{source.name} answers, but not as expected: {error}", "report this"

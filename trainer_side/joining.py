@@ -56,7 +56,7 @@ def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventL
         HoldfastError: The stager could not start.
     """
     without_stager = world.stagers == 0
-    compare_settings(config, world.peers(), alone=without_stager)
+    compare_settings(config, world.peers(), without_stager=without_stager)
     if without_stager and config.tiers:
         return NoStager(config, world)
     if world.stagers > 1:
@@ -78,9 +78,9 @@ def _connect_lead(config: TrainerConfig, world: World, inbox: StagerInbox, event
     identify(f"rank:{world.rank}")
     greeted = _greet(config, world, world.port(), 0)
     reconnect = None
-    if world.again is not None and config.on_stager_lost != "end":
-        reconnect = Reconnect(world.again, lambda: _newest_published(greeted.welcome.store_url))
-    return Link(config, greeted, inbox, events, rank=world.rank, again=reconnect)
+    if world.reconnect is not None and config.on_stager_lost != "end":
+        reconnect = Reconnect(world.reconnect, lambda: _newest_published(greeted.welcome.store_url))
+    return Link(config, greeted, inbox, events, rank=world.rank, reconnect=reconnect)
 
 
 def connect_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> StagerGroup:
@@ -110,18 +110,18 @@ def _connect_member(
     actual = greeted.welcome.attempt, greeted.welcome.store_url, greeted.welcome.chunk_bytes
     expected = attempt, lead.job.store_url, lead.job.chunk_bytes
     if actual != expected:
-        greeted.port.leave(_DISCONNECT_SECONDS_MAX)
+        greeted.port.disconnect(_DISCONNECT_SECONDS_MAX)
         raise ConfigError(
             f"{greeted.name}: expected attempt {expected[0]} of {expected[1]} in chunks of {expected[2]} bytes, as the "
-            f"first stager has it, got attempt {actual[0]} of {actual[1]} in chunks of {actual[2]} bytes; start all stagers "
-            "with the same store and chunk_bytes"
+            f"first stager has it, got attempt {actual[0]} of {actual[1]} in chunks of {actual[2]} bytes; start all "
+            "stagers with the same store and chunk_bytes"
         )
     reconnect = None
-    if config.on_stager_lost == "train" and world.again is not None:
+    if config.on_stager_lost == "train" and world.reconnect is not None:
         # The lead checks whether another start of the job has continued the run.
         reconnect = Reconnect(lambda generation: world.member(index, _wait_for_lead_attempt(lead), generation), lambda: 0)
     own = ShareInbox(world.rank, lambda: inbox.last_step)
-    return Link(config, greeted, own, events, rank=world.rank, again=reconnect)
+    return Link(config, greeted, own, events, rank=world.rank, reconnect=reconnect)
 
 
 def _wait_for_lead_attempt(lead: Link) -> int:
@@ -139,7 +139,7 @@ def _greet(config: TrainerConfig, world: World, port: StagerPort, index: int) ->
     greeted = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
     welcome, name = greeted.welcome, _stager_name(config, world, index)
     if (welcome.share, welcome.shares) != (index + 1, world.stagers):
-        port.leave(_DISCONNECT_SECONDS_MAX)
+        port.disconnect(_DISCONNECT_SECONDS_MAX)
         raise ConfigError(
             f"{name}: expected the stager with share {index + 1}/{world.stagers}, got share "
             f"{welcome.share}/{welcome.shares}; name all stagers in HOLDFAST_STAGER in the order of their shares"
@@ -156,13 +156,13 @@ def _stager_name(config: TrainerConfig, world: World, index: int) -> str:
 
 
 def _newest_published(store_url: str) -> int:
-    names = CatalogListing(open_store(store_url)).names
+    names = CatalogListing(open_store(store_url)).manifests
     return names[0].order.attempt if names else 0
 
 
 def compare_settings(config: TrainerConfig, peers: Peers, *, without_stager: bool) -> None:
-    """Check that all ranks have the same stager, tiers and checkpoints set aside, and with `without_stager` the same settings
-    that a stager would otherwise tell them. Collective.
+    """Check that all ranks have the same stager, tiers and checkpoints set aside, and with `without_stager` the same
+    settings that a stager would otherwise tell them. Collective.
 
     A rank without tiers would skip collective calls in which the others wait for it; ranks that set other checkpoints
     aside would restore different ones. ConfigError, on every rank: names the rank and the setting that differ.
@@ -180,7 +180,7 @@ def compare_settings(config: TrainerConfig, peers: Peers, *, without_stager: boo
             "chunk_bytes": config.chunk_bytes,
             "on_divergence": config.on_divergence,
         }
-    first, *others = [json.loads(said) for said in gather(peers, json.dumps(mine).encode())]
+    first, *others = [json.loads(one) for one in gather(peers, json.dumps(mine).encode())]
     for rank, other in enumerate(others, 1):
         for name in first:
             if other[name] != first[name]:
@@ -221,19 +221,19 @@ def open_tier_set(
     # A tier that hangs now is refused, like one that is too small: it would delay the first save as well.
     limit = min(config.start_seconds_max, config.tier_seconds_max)
     inventory = take_inventory(peers, tiers, error, seconds_max=limit)
-    agreed_steps = None if attempt else agreed_steps  # with a stager, the link receives them
+    tier_agreed_steps = None if attempt else agreed_steps  # with a stager, the link receives them
     attempt = (
         _attempt_beside_stager(attempt, inventory, rank=world.rank) if attempt else _attempt_without_stager(config, store_url, tiers, peers)
     )
     job = peers.broadcast(uuid.uuid4().hex.encode() if peers.rank == 0 else None).decode()
     return LocalTiers(
         tiers,
-        world.council(),
+        world.council_port(),
         config,
         job=TierJob(attempt, job),
         inventory=inventory,
         report=TierReport(world.rank, ledger, events),
-        agreed_steps=agreed_steps,
+        agreed_steps=tier_agreed_steps,
     )
 
 

@@ -90,7 +90,7 @@ class Leaving:
         """Why the newest step that was to be saved is not durable; empty if it is, or no step was."""
         step, durable, problem = self.wanted_step, self._link.job.durable_step, self._link.job.problem
         # Without a stager there is nothing safer than the tiers.
-        kept = -1 if self._link.job.lives else self._tiers.complete_step
+        kept = -1 if self._link.job.is_alive else self._tiers.complete_step
         if max(durable, kept) >= step:
             return ""
         parts = [f"step {step}, the newest that was to be saved, is not durable"]

@@ -56,7 +56,7 @@ class Stats:
 
 
 class Ledger:
-    """Counts of one rank. Training thread, except `stalled`, `kept`, `skipped` and `refused`."""
+    """Counts of one rank. Training thread, except `add_stall`, `record_kept`, `record_skipped` and `record_refused`."""
 
     def __init__(self) -> None:
         self._stats = Stats()

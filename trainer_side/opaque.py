@@ -31,24 +31,24 @@ _REASON = (
 _SPECIAL = ("__init__", "__call__", "__enter__", "__exit__", "__iter__", "__next__", "__len__", "__getitem__")
 
 _uncompiled: Callable[..., Any] | None = None  # `_run` with the compiler off
-_codes: set[CodeType] = set()  # of `outside`: one for all functions, and one for all hooks
+_codes: set[CodeType] = set()  # of `wrapper`: one for all functions, and one for all hooks
 
 
 def opaque(call: Callable[_P, _R]) -> Callable[_P, _R]:
     """The same function; compiled code breaks its graph at it. Not for generators: their bodies run in `next()`."""
 
     @functools.wraps(call)
-    def outside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         result: _R = (_uncompiled or _get_runner())(call, *args, **kwargs)
         return result
 
-    return _disable_compilation(outside)
+    return _disable_compilation(wrapper)
 
 
 def opaque_hook(hook: Callable[..., _R]) -> Callable[..., _R]:
     """Return an opaque hook that also gets `compiled=`: whether the code that calls it is being compiled, or was."""
 
-    def outside(*args: Any) -> _R:
+    def wrapper(*args: Any) -> _R:
         compiled = get_eval_frame_callback() is not None
         result: _R = (_uncompiled or _get_runner())(hook, *args, compiled=compiled)
         return result

@@ -1,8 +1,8 @@
 """The seat of this process in its job: one Checkpointer has it, in the process that made it.
 
-    Checkpointer(…) ─► seat taken ── close() ─► given up
-                        ├─ a second Checkpointer beside it ───────────► ConfigError, which names the first
-                        └─ a forked child: step(), save(), restore() ─► ConfigError; close() does nothing there
+    Checkpointer(…) ─► seat claimed ── close() ─► released
+                          ├─ a second Checkpointer beside it ───────────► ConfigError, which names the first
+                          └─ a forked child: step(), save(), restore() ─► ConfigError; close() does nothing there
 
 A process joins a job with a stager once: after `close()` the stager knows that the rank has left, so another
 Checkpointer is refused.
@@ -74,17 +74,17 @@ class Seat:
 
 
 _seats: list[Seat] = []  # open ones
-_met: weakref.WeakKeyDictionary[StagerPort, str] = weakref.WeakKeyDictionary()
+_claimed_ports: weakref.WeakKeyDictionary[StagerPort, str] = weakref.WeakKeyDictionary()
 
 
 def claim_port(port: StagerPort) -> None:
     """Note that this process now sends HELLO to the stager by `port`. ConfigError: it has done so before."""
-    if port in _met:
+    if port in _claimed_ports:
         raise ConfigError(
-            f"Checkpointer(...): this process has joined its job before (at {_met[port]}), and the stager was told "
-            "that this rank has left; keep one Checkpointer until the end of the process, or start a new job"
+            f"Checkpointer(...): this process has joined its job before (at {_claimed_ports[port]}), and the stager "
+            "was told that this rank has left; keep one Checkpointer until the end of the process, or start a new job"
         )
-    _met[port] = _script_location()
+    _claimed_ports[port] = _script_location()
 
 
 def _script_location() -> str:
@@ -102,7 +102,7 @@ def _is_internal_file(file: Path) -> bool:
 
 def _release_seats_in_child() -> None:
     for seat in _seats:
-        seat._let_go()
+        seat._release_in_child()
 
 
 os.register_at_fork(after_in_child=_release_seats_in_child)

@@ -75,15 +75,15 @@ class Transfer:
 
     def set_state(self, state: TransferState, reason: Reason | None = None) -> None:
         """Note that the transfer is in `state`. Link's thread, or before the transfer is handed over."""
-        if self.state.final:
+        if self.state.is_final:
             return
         self.reason = reason
         self.state = state
         if self.record.saved_at_unix is not None:
             setattr(self.record, f"{state.value}_seconds", max(0.0, time.time() - self.record.saved_at_unix))
-        if state is TransferState.STAGED or state.final:
+        if state is TransferState.STAGED or state.is_final:
             self.settled.set()
-        if state.final:
+        if state.is_final:
             self.ended.set()
 
     def hold(self) -> bool:
@@ -95,7 +95,7 @@ class Transfer:
         return None
 
     def release(self) -> None:
-        """Note that the source is not read any more. Threads as for `reach`."""
+        """Note that the source is not read any more. Threads as for `set_state`."""
         self.released.set()
 
     def final_message(self) -> dict[str, Any]:

@@ -51,19 +51,19 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
     with DrillRun(
         _setup(folder, "undisturbed", epochs, width), folder / "undisturbed", kills=0
     ) as undisturbed:
-        while not undisturbed.look()[0]:
+        while not undisturbed.poll()[0]:
             sleep_briefly(deadline)
     kills = _kills(epochs)
     progress(f"killed {len(kills)} times")
     with DrillRun(_setup(folder, "killed", epochs, width), folder / "killed", kills=len(kills)) as killed:
         steps = epochs * epoch_steps(_RANKS)
-        struck = run_with_kills(killed, kills, 0.0, deadline, progress, steps=steps, comparable=range(steps))
+        executed = run_with_kills(killed, kills, 0.0, deadline, progress, steps=steps, comparable=range(steps))
     for one in (undisturbed, killed):
         if one.exit_code != 0:
-            raise RuntimeError(f"a training ended with {one.exit_code}; it said:\n{one.last_words()}")
-    if len(struck) < len(kills):
-        raise RuntimeError(f"{len(struck)} of {len(kills)} kills came; the training is too quick for them")
-    return _figures(folder, undisturbed, killed, struck)
+            raise RuntimeError(f"a training ended with {one.exit_code}; it said:\n{one.output_tail()}")
+    if len(executed) < len(kills):
+        raise RuntimeError(f"{len(executed)} of {len(kills)} kills came; the training is too quick for them")
+    return _figures(folder, undisturbed, killed, executed)
 
 
 def _setup(folder: Path, name: str, epochs: int, width: int) -> DrillSetup:
@@ -77,20 +77,20 @@ def _kills(epochs: int) -> list[Kill]:
     steps = epoch_steps(_RANKS)
     ends = range(_RESTART_EPOCHS, epochs, _RESTART_EPOCHS)
     return [
-        Kill(number, KillTarget.RANKS, notice=False, rank=0, after_step=epoch * steps + steps // 2, part=0.0)
+        Kill(number, KillTarget.RANKS, notice=False, rank=0, after_step=epoch * steps + steps // 2, delay_fraction=0.0)
         for number, epoch in enumerate(ends, 1)
     ]
 
 
-def _figures(folder: Path, undisturbed: DrillRun, killed: DrillRun, struck: list[ExecutedKill]) -> dict[str, Any]:
+def _figures(folder: Path, undisturbed: DrillRun, killed: DrillRun, executed: list[ExecutedKill]) -> dict[str, Any]:
     files = compare(open_store(str(undisturbed.store)), open_store(str(killed.store)))
-    constant = constants(files, struck[0].kill.after_step)  # generators that the job neither seeds nor uses
+    constant = constants(files, executed[0].kill.after_step)  # generators that the job neither seeds nor uses
     differ = [str(each) for one in files for each in one.differs if each.path not in constant]
     findings = examine_kills(
-        struck,
-        diary=killed.said["diary"],
-        events=killed.said["events"],
-        status=killed.said["status"],
+        executed,
+        diary=killed.lines["diary"],
+        events=killed.lines["events"],
+        status=killed.lines["status"],
         files=(),
     )
     return {
@@ -101,9 +101,9 @@ def _figures(folder: Path, undisturbed: DrillRun, killed: DrillRun, struck: list
                 "lost_steps": finding.lost_steps,
                 "resumed_from": finding.resumed_from,
                 "resumption_seconds": finding.phases.get("seconds"),
-                "after_seconds": one.at - _begun(killed),
+                "after_seconds": one.killed_at - _begun(killed),
             }
-            for one, finding in zip(struck, findings, strict=True)
+            for one, finding in zip(executed, findings, strict=True)
         ],
         "seconds": {
             name: max(point["at_seconds"] for point in _curve(folder / f"{name}.jsonl", _begun(one)))
@@ -119,7 +119,7 @@ def _figures(folder: Path, undisturbed: DrillRun, killed: DrillRun, struck: list
 
 def _begun(one: DrillRun) -> float:
     """Return the time of the run's first finished step."""
-    return float(next(line["time"] for line in one.said["diary"] if "step" in line))
+    return float(next(line["time"] for line in one.lines["diary"] if "step" in line))
 
 
 def _curve(path: Path, begun: float | None = None) -> list[dict[str, Any]]:

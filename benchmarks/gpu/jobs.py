@@ -144,17 +144,17 @@ class _Job:
             *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._ranks)),
             *("--max-restarts", "1" if killed_at else "0"),
         ]
-        is_unsupervised = self._kind == "alone"
+        is_alone = self._kind == "alone"
         log = self._measured.beside(f"{self._kind}-{name}.log")
         begun = time.monotonic()
         try:
-            code = _run([*([] if is_unsupervised else torchrun), *rank], environment, log, left)
+            code = _run([*([] if is_alone else torchrun), *rank], environment, log, left)
         finally:
             self.told["seconds"][name] = round(time.monotonic() - begun, 1)
         said = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
         if code is None:
             raise RuntimeError(f"{name} did not end in {left:.0f} s:\n{said}")
-        if killed_at and is_unsupervised:
+        if killed_at and is_alone:
             if code != -signal.SIGKILL:
                 raise RuntimeError(f"{name} was not killed: {code}\n{said}")
             return []

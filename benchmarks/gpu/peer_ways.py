@@ -184,7 +184,7 @@ def _kept_stager() -> Any:
     """
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    class SealedSlice(DefaultStager):
+    class Kept(DefaultStager):
         last: Any = None
 
         def _stage(self, state_dict: Any, **_: Any) -> Any:
@@ -194,7 +194,7 @@ def _kept_stager() -> Any:
             stream.synchronize()
             return self.last
 
-    return SealedSlice(
+    return Kept(
         StagingOptions(
             use_pinned_memory=True,
             use_shared_memory=False,

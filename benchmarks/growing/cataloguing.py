@@ -39,7 +39,7 @@ def catalogue(checkpoints: int, tensors: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         claimed, unclaimed = Path(folder) / "claimed", Path(folder) / "unclaimed"
         claimed.mkdir()
-        Lease.take(open_store(str(claimed))).release()
+        Lease.acquire(open_store(str(claimed))).release()
         _fill(claimed, checkpoints, tensors)
         unclaimed.mkdir()
         for path in claimed.iterdir():

@@ -117,7 +117,7 @@ def _send(store: Store, limit: ConcurrencyLimit, count: Callable[[int], None]) -
     nbytes = 2 * REQUESTS_MAX * _CHUNK_BYTES
     memory = aligned_buffer(_CHUNK_BYTES)
     sum32 = crc32(memory)
-    workers = Workers("writer", limit.most, limit)
+    workers = Workers("writer", limit.maximum, limit)
     room, ended = threading.Semaphore(2 * REQUESTS_MAX), list[BaseException]()
 
     def send(upload: Upload, part: int) -> int:

@@ -50,7 +50,7 @@ class StubPort:
     def unsent_to(self, rank: int) -> int:  # noqa: ARG002 - of no rank anything waits
         return 0
 
-    def left(self, rank: int) -> None:
+    def mark_left(self, rank: int) -> None:
         """Do nothing: nothing is kept about ranks."""
 
     def poll(self) -> PollResult:
@@ -67,7 +67,7 @@ class StubPort:
     def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:
         """Do nothing: a payload counts as received when the rank answers."""
 
-    def received(self, rank: int, slot: int) -> int | None:
+    def pop_received(self, rank: int, slot: int) -> int | None:
         return self._arrived.pop((rank, slot), None)
 
     def cancel(self, rank: int, slot: int) -> None:
@@ -127,7 +127,7 @@ def _play(
     for rank in range(layout.ranks):  # the stager decides on no offer before it has welcomed the rank
         port.say(rank, Kind.HELLO, body=b"{}")
     port.say(0, Kind.LAYOUT, body=layout.to_bytes())
-    service._turn()
+    service._poll_once()
     body = wire.to_json({"layout_digest": layout.digest})
     for rank in range(layout.ranks):
         port.say(rank, Kind.OFFER, body=body)
@@ -155,7 +155,7 @@ def _play(
 
 def _turn(service: StagerService) -> float:
     begun = time.thread_time()
-    service._turn()
+    service._poll_once()
     return time.thread_time() - begun
 
 

@@ -70,15 +70,15 @@ def find_best(catalog: Catalog, metric: str, mode: BestMode | None = None) -> Ma
     `StoreMissing` if no checkpoint has this metric, naming the metrics there are; `ConfigError` if the run does not say
     which value is best.
     """
-    listing, finder = catalog.look(), BestFinder(metric, mode)
+    listing, finder = catalog.read_listing(), BestFinder(metric, mode)
     branches = listing.branches or Branches()
     for item in listing.items():
         if branches.is_current(item.order):
-            finder.see(item)
+            finder.add(item)
     best = finder.best()
     if best is None:
         raise finder.none_found_error(listing.url)
-    for item in listing.items([listed for listed in listing.names if listed.order.step == best.order.step]):
+    for item in listing.items([listed for listed in listing.manifests if listed.order.step == best.order.step]):
         if item.order == best.order and item.manifest is not None:
             return item.manifest
     raise StoreMissing(f"{listing.url}: {best.order}, the best by {metric}, was removed meanwhile")

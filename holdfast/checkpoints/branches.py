@@ -189,7 +189,7 @@ class Branches:
         left_out = f", without the batches of steps {format_ranges(made.skipped)}" if made.skips else ""
         reason = f" ({made.reason})" if made.reason else ""
         number = 1 + len(self.rewinds)
-        return f"branch {number}: rewound from {made.left} to {made.fork}{left_out}, {made.made_at}{reason}"
+        return f"branch {number}: rewound from {made.abandoned} to {made.fork}{left_out}, {made.made_at}{reason}"
 
     def rewind_since(self, order: CheckpointId) -> Rewound | None:
         """Return the rewind since a checkpoint of the current line was written; None if there was none since.
@@ -208,4 +208,4 @@ class Branches:
             if one.last > order.step
         )
         newest = unknown[-1]
-        return Rewound(order.step, newest.left.step, tuple(ranges), newest.reason)
+        return Rewound(order.step, newest.abandoned.step, tuple(ranges), newest.reason)

@@ -94,8 +94,8 @@ class CatalogListing:
         if step is not None:
             manifests = [info for info in manifests if step_of(info.name) == step]
         # A single manifest needs no order, so its attempt is not needed yet.
-        told = len(manifests) < 2 or plain_names_are_first(store, self._objects)
-        self.manifests = newest_first(store, manifests, plain_names_are_first=told)
+        first = len(manifests) < 2 or plain_names_are_first(store, self._objects)
+        self.manifests = newest_first(store, manifests, plain_names_are_first=first)
         self.is_empty = not self._objects
 
     @property
@@ -111,7 +111,7 @@ class CatalogListing:
 
     @property
     def current(self) -> Sequence[ListedManifest]:
-        """The manifests of `names` on the line on which training continues. Raises as `branches`."""
+        """Those of `manifests` on the line on which training continues. Raises as `branches`."""
         branches = self.branches
         return (
             self.manifests if branches is None else [one for one in self.manifests if branches.is_current(one.order)]
@@ -258,9 +258,9 @@ class Catalog:
             _log.warning("%s: used, as there is no other: %s", self._store.url, doubted[0].caveat)
             return doubted[0].manifest
         if reasons:
-            told = "\n".join(reasons)
-            raise DamageError(f"{self._store.url}: none of {len(reasons)} checkpoints can be used:\n{told}")
-        if listing.names:
+            lines = "\n".join(reasons)
+            raise DamageError(f"{self._store.url}: none of {len(reasons)} checkpoints can be used:\n{lines}")
+        if listing.manifests:
             raise DamageError(
                 f"{self._store.url}: the run was rewound, and no checkpoint of its current line is left; "
                 f"`holdfast rewind {self._store.url} --to` goes back to one of an older branch"

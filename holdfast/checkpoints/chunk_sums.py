@@ -101,7 +101,7 @@ def _hash_and_count(
     pieces: Sequence[memoryview],
     crc32s: list[int],
 ) -> dict[int, int] | None:
-    """Like `_count`, but also append each CRC-32 to `crc32s`: both are computed while a large run is in the cache."""
+    """Like `_count_nonfinite`, but also append each CRC-32 to `crc32s`: both while a large run is in the cache."""
     is_cut = False
     for (entry, first, _), piece in zip(runs, pieces, strict=True):
         float_format = None if entry is None else formats.get(entry)

@@ -39,7 +39,7 @@ from holdfast.process import available_memory_bytes
 from holdfast.ring.pages import aligned_buffer
 from holdfast.store import is_s3
 from holdfast.store.base import Upload
-from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, FailFastRequests, write_limit
+from holdfast.store.concurrency import ConcurrencyLimit, FailFastRequests, LimitedRequest, write_limit
 
 _BUFFERS_MIN = 2  # one is filled while the other is written
 _BYTES_MAX, _MEMORY_SHARE = 4 << 30, 4  # of all parts in flight; divisor of the available memory
@@ -129,7 +129,7 @@ def publish_image(
     reach(Point.IMAGE_NAMED)
     check()
     manifest = build_manifest(
-        finisher.finished(),
+        finisher.finished_image(),
         run=store.url.rstrip("/").rpartition("/")[2],
         file=file,
         write_id=write_id,
@@ -152,7 +152,7 @@ def write_image(
     layout = image.layout
     nbytes_max = min(upload.part_bytes, layout.image_bytes)
     share_bytes = min(_BYTES_MAX, available_memory_bytes() // _MEMORY_SHARE)
-    buffers_max = max(_BUFFERS_MIN, share_bytes // (2 * nbytes_max)) if limit.most > 1 else _BUFFERS_MIN
+    buffers_max = max(_BUFFERS_MIN, share_bytes // (2 * nbytes_max)) if limit.maximum > 1 else _BUFFERS_MIN
     requests, in_flight = FailFastRequests(), deque[tuple[futures.Future[int], memoryview]]()
     free: list[memoryview] = []
 
@@ -167,11 +167,11 @@ def write_image(
     def wait_for_oldest() -> int:
         written, memory = in_flight.popleft()
         futures.wait([written])
-        requests.check()
+        requests.raise_if_failed()
         free.append(memory)
         return written.result()
 
-    with futures.ThreadPoolExecutor(limit.most, thread_name_prefix="image") as writers:
+    with futures.ThreadPoolExecutor(limit.maximum, thread_name_prefix="image") as writers:
         try:
             for part, first in enumerate(range(0, layout.chunks, upload.part_bytes // layout.chunk_bytes)):
                 while len(in_flight) >= max(_BUFFERS_MIN, min(buffers_max, limit.width + 1)):
@@ -189,4 +189,4 @@ def write_image(
             while in_flight:
                 yield wait_for_oldest()
         finally:
-            requests.end()
+            requests.cancel_pending()

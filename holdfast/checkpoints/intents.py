@@ -159,8 +159,8 @@ def _matches_intent(store: Store, intent: Intent) -> bool:
             return False
         if not intent.token:
             return True  # a removal that had begun, or a store that cannot tell one write from another
-        begun = InterruptedUpload(intent.nbytes, intent.part_bytes, intent.write_id, intent.token)
-        upload = store.resume(intent.file, begun)
+        interrupted = InterruptedUpload(intent.nbytes, intent.part_bytes, intent.write_id, intent.token)
+        upload = store.resume(intent.file, interrupted)
     except (StoreMissing, DamageError):
         return False
     return upload.published

@@ -2,7 +2,7 @@
 
     RUN/.holdfast/writer-000007.json      {attempt, write_id, host, …, pid, heartbeat_seconds, beat, released}
 
-    take: read the claims ─► newest one alive? ── yes ─► FencedError, naming its host and pid
+    acquire: read the claims ─► newest one alive? ── yes ─► FencedError, naming its host and pid
                                    │ no
                                    ▼
           create writer-<highest + 1> ── someone was faster ─► read again
@@ -58,7 +58,7 @@ _CLAIM_BYTES_MAX = 1 << 16
 _NAME = re.compile(r"\.holdfast/writer-(\d{6,18})\.json")
 _CRC_FIELD = "claim_crc32"
 _KEPT_CLAIMS = 3  # people read them after a failure; more would only slow listings
-_TAKE_ROUNDS_MAX = 10  # each lost round means that someone else won it, and is then found alive or dead
+_ACQUIRE_ROUNDS_MAX = 10  # each lost round means that someone else won it, and is then found alive or dead
 _HEARTBEAT_SECONDS_MAX = 60.0  # a claim from outside must not make us wait for hours
 _LOOKS_PER_HEARTBEAT = 4
 
@@ -109,7 +109,7 @@ class _LeaseRecord(BaseModel):
         if self.work is Work.NONE:
             return self.prior_failures
         failed = self.work is Work.LOST or (is_over and self.work is Work.RUNNING)
-        return self.prior_failures.plus(self.work_seconds, failed=failed)
+        return self.prior_failures.with_attempt(self.work_seconds, failed=failed)
 
     @property
     def identity(self) -> Identity:
@@ -128,8 +128,8 @@ class LeasedRun(NamedTuple):
 
 
 class Lease:
-    """The right to write to a run, until a higher attempt appears. Made by `take`. Any thread. `unanswered`: `write_id`
-    of higher claims that this writer requested without an answer; `check` removes them.
+    """The right to write to a run, until a higher attempt appears. Made by `acquire`. Any thread. `unanswered`:
+    `write_id` of higher claims that this writer requested without an answer; `check` removes them.
     """
 
     def __init__(
@@ -137,11 +137,11 @@ class Lease:
         store: Store,
         record: _LeaseRecord,
         *,
-        before: _LeaseRecord | None = None,
+        previous: _LeaseRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.unanswered: set[str] = set()
-        self._clock, self._previous = clock, before
+        self._clock, self._previous = clock, previous
         self._failures = record.failures
         # Set without the lock, which a beat may hold while the store does not answer.
         self._work, self._work_since, self._work_seconds = Work.NONE, 0.0, 0.0
@@ -163,26 +163,26 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
     ) -> Lease:
         """Claim the run with the next attempt. `takeover`: fence the last writer without checking whether it is alive.
-        `identity`: None: this process. `claimed_ids` collects the `write_id` of each claim requested: one may exist without
-        an answer.
+        `identity`: None: this process. `claimed_ids` collects the `write_id` of each claim requested: one may exist
+        without an answer.
 
         Blocks for up to two heartbeats when the last writer was on another host and did not release its claim. Raises
         `FencedError`: another writer is alive, or was faster.
         """
         identity = identity or Identity.of_this_process()
-        for _ in range(_TAKE_ROUNDS_MAX):
+        for _ in range(_ACQUIRE_ROUNDS_MAX):
             attempts = _list_attempts(store)
             if attempts and not takeover:
                 _raise_if_alive(store, attempts[-1], identity, heartbeat_seconds, sleep)
-            before = _newest_intact(store, attempts)
-            seen = FailureCount() if before is None else before.failures_with_own(is_over=True)
+            previous = _newest_intact(store, attempts)
+            seen = FailureCount() if previous is None else previous.failures_with_own(is_over=True)
             record = _LeaseRecord(
                 attempt=(attempts[-1] if attempts else _highest_published(store, store.list())) + 1,
                 write_id=uuid.uuid4().hex,
                 **asdict(identity),
                 heartbeat_seconds=heartbeat_seconds,
                 beat=0,
-                named=_are_manifests_named(store, attempts, before),
+                named=_are_manifests_named(store, attempts, previous),
                 failures=seen.failures,
                 seen_seconds=seen.seconds,
             )
@@ -192,13 +192,13 @@ class Lease:
             # exclusive, someone may have overwritten ours, which `check` finds.
             created = store.create(_claim_name(record.attempt), record.to_bytes())
             if created or _was_written_by(_read_claim(store, record.attempt), record.write_id):
-                claim = cls(store, record, before=before, clock=clock)
+                claim = cls(store, record, previous=previous, clock=clock)
                 claim.check()
                 claim._prune(attempts)
                 _log.info("claimed %s as attempt %d", store.url, record.attempt)
                 return claim
         raise FencedError(
-            f"{store.url}: another writer claimed the run faster {_TAKE_ROUNDS_MAX} times; start one job at a time"
+            f"{store.url}: another writer claimed the run faster {_ACQUIRE_ROUNDS_MAX} times; start one job at a time"
         )
 
     @property
@@ -229,14 +229,14 @@ class Lease:
 
     def resume_work(self) -> None:
         """Continue the job of the previous claim under this one, so that it does not count as lost."""
-        before = self._previous
-        if before is not None and before.attempt == self.attempt - 1 and before.work is Work.RUNNING:
-            self._failures = before.failures
+        previous = self._previous
+        if previous is not None and previous.attempt == self.attempt - 1 and previous.work is Work.RUNNING:
+            self._failures = previous.failures
             self.begin_work()
 
     def check(self, *, without_retries: bool = False) -> None:
-        """Check that this process still holds the lease. Call before every visible change. `without_retries`: ask the store
-        once, for a caller that retries by itself. Raises `FencedError` if the lease is lost, and `StoreError` if that
+        """Check that this process still holds the lease. Call before every visible change. `without_retries`: ask
+        the store once, for a caller that retries by itself. Raises `FencedError` if the lease is lost, and `StoreError` if that
         is unknown.
         """
         store, url, attempt = self._unretried_store if without_retries else self._store, self._store.url, self.attempt
@@ -253,8 +253,8 @@ class Lease:
         if not _was_written_by(mine, self.write_id):
             who = f"process {mine.pid} on {mine.host} wrote over" if mine else "someone removed"
             raise FencedError(
-                f"{url}: {who} the claim {_claim_name(attempt)} of this writer; it stops writing; see that no other job "
-                "uses this URL, then start again"
+                f"{url}: {who} the claim {_claim_name(attempt)} of this writer; it stops writing; see that no other "
+                "job uses this URL, then start again"
             )
 
     def beat(self) -> None:
@@ -316,9 +316,9 @@ def _is_newest_named(store: Store, attempts: Sequence[int]) -> bool:
     return record is not None and record.named
 
 
-def _are_manifests_named(store: Store, older: Sequence[int], before: _LeaseRecord | None) -> bool:
+def _are_manifests_named(store: Store, older: Sequence[int], previous: _LeaseRecord | None) -> bool:
     if older:
-        return before is not None and before.attempt == older[-1] and before.named
+        return previous is not None and previous.attempt == older[-1] and previous.named
     return not manifests_in(store.list())
 
 
@@ -360,8 +360,8 @@ def _describe_holder(record: _LeaseRecord) -> str:
 def claim_attempt(store: Store, attempt: int) -> bool:
     """Claim this attempt for a job without a lease, so that later attempts are higher. False: it was taken."""
     older = [one for one in _list_attempts(store) if one < attempt]
-    before = _newest_intact(store, older)
-    seen = FailureCount() if before is None else before.failures_with_own(is_over=True)
+    previous = _newest_intact(store, older)
+    seen = FailureCount() if previous is None else previous.failures_with_own(is_over=True)
     record = _LeaseRecord(
         attempt=attempt,
         write_id=uuid.uuid4().hex,
@@ -369,11 +369,12 @@ def claim_attempt(store: Store, attempt: int) -> bool:
         heartbeat_seconds=1.0,
         beat=0,
         released=True,
-        named=_are_manifests_named(store, older, before),
+        named=_are_manifests_named(store, older, previous),
         failures=seen.failures,
         seen_seconds=seen.seconds,
     )
-    return store.create(_claim_name(attempt), record.to_bytes()) or _was_written_by(_read_claim(store, attempt), record.write_id)
+    created = store.create(_claim_name(attempt), record.to_bytes())
+    return created or _was_written_by(_read_claim(store, attempt), record.write_id)
 
 
 def _claim_name(attempt: int) -> str:

@@ -50,7 +50,7 @@ def step_of(name: str) -> int:
 def newest_first(
     store: Store, objects: Sequence[ObjectInfo], *, plain_names_are_first: bool
 ) -> Sequence[ListedManifest]:
-    """Return the manifests in a listing, newest first. `plain_names_are_first`: a plain name means attempt 1 (see `lease`)."""
+    """Return the manifests in a listing, newest first. `plain_names_are_first`: as in `lease`."""
     listed = manifests_in(objects)
     attempts: dict[str, int | None] = {}
     unknown = []

@@ -104,8 +104,8 @@ def publish_manifest(store: Store, manifest: Manifest) -> Manifest:
         raise BusyError(f"{store.url}/{name}: something else stands there already: {error}") from error
     if existing.write_id != manifest.write_id:
         raise BusyError(
-            f"{store.url}/{name}: is the manifest of write {existing.write_id}, attempt {existing.attempt}; this is write "
-            f"{manifest.write_id}, attempt {manifest.attempt}, which stays unlisted"
+            f"{store.url}/{name}: is the manifest of write {existing.write_id}, attempt {existing.attempt}; this is "
+            f"write {manifest.write_id}, attempt {manifest.attempt}, which stays unlisted"
         )
     return existing
 

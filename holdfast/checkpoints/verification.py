@@ -34,7 +34,7 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import EntryRecord, Manifest, NonfiniteRecord
 from holdfast.ring.pages import aligned_buffer
 from holdfast.store.base import Store
-from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, FailFastRequests, read_limit
+from holdfast.store.concurrency import ConcurrencyLimit, FailFastRequests, LimitedRequest, read_limit
 from holdfast.store.ranged import RangedFile
 
 _log = logging.getLogger("holdfast.verify")
@@ -183,13 +183,13 @@ def _chunk_sums(
             return reread
 
     # Results that wait for earlier ones are small, and threads above the limit wait.
-    with ThreadPoolExecutor(min(limit.most, chunks), thread_name_prefix="verify") as readers:
+    with ThreadPoolExecutor(min(limit.maximum, chunks), thread_name_prefix="verify") as readers:
         try:
             yield from readers.map(sums_of, range(chunks))
         except CancelledError:
-            requests.check()
+            requests.raise_if_failed()
         finally:
-            requests.end()
+            requests.cancel_pending()
 
 
 class _BufferPool:

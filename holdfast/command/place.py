@@ -1,6 +1,6 @@
 """Writes a file or a folder for a tool, completely or not at all.
 
-place ─► .NAME.<random>.part ─► filled ─► fsync ─► rename
+check_file_place ─► .NAME.<random>.part ─► filled ─► fsync ─► rename
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast.errors import ConfigError, StoreError
 
 
-def output_file(destination: Path, file_name: str, *, force: bool) -> Path:
+def check_file_place(destination: Path, file_name: str, *, force: bool) -> Path:
     """Return the path for a file: `destination`, or `file_name` in it if that is a directory. Raises `ConfigError`: the
     path cannot be used. Call before reading, so that the user need not wait for the error.
     """
@@ -32,7 +32,7 @@ def output_file(destination: Path, file_name: str, *, force: bool) -> Path:
     return path
 
 
-def output_folder(destination: Path, mark: str, *, force: bool) -> Path:
+def check_folder_place(destination: Path, mark: str, *, force: bool) -> Path:
     """Return the path for a folder. `mark`: a file in every folder of this kind; with `force` such a folder may be
     replaced, any other never. Raises `ConfigError`: the path cannot be used.
     """

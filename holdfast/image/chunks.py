@@ -55,7 +55,7 @@ def verify_chunk(
             raise DamageError(
                 f"{key}: chunk {chunk} from rank {source.rank}: CRC-32 {by_rank[source.rank]:#010x}, the rank "
                 f"sent {source.crc32:#010x}; the chunk was damaged on the way or in the ring; it holds "
-                f"{index.contents(chunk, source.rank)}"
+                f"{index.describe_contents(chunk, source.rank)}"
             )
     return crcs
 

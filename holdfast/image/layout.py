@@ -277,8 +277,8 @@ class Layout:
         number, pattern = self._split(segment)
         comb, start = pattern.combs[region], self.entries[number].offset
         return (
-            max(share.first, comb.before(segment.offset - start)),
-            min(share.end, comb.before(segment.end - start)),
+            max(share.first, comb.bytes_before(segment.offset - start)),
+            min(share.end, comb.bytes_before(segment.end - start)),
         )
 
     def split_senders(self, segment: Segment) -> list[int]:
@@ -286,7 +286,7 @@ class Layout:
         number, pattern = self._split(segment)
         start = self.entries[number].offset
         found = []
-        for region in pattern.within(segment.offset - start, segment.end - start):
+        for region in pattern.regions_within(segment.offset - start, segment.end - start):
             for share in pattern.shares(region, number, self.spared):
                 first, end = self._share_within(segment, region, share)
                 if first < end:

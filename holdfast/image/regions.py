@@ -197,7 +197,8 @@ class Pattern:
         both = overlap(self.regions)
         if both is not None:
             raise ProtocolError(
-                f"{self.describe_region(both[0])} and {self.describe_region(both[1])} overlap, and are not the same region"
+                f"{self.describe_region(both[0])} and {self.describe_region(both[1])} overlap, and are not the same "
+                "region"
             )
         held = sum(region.numel for region in self.regions)
         if held != numel:

@@ -74,7 +74,7 @@ _ITEM_BYTES = {
 
 
 def watched_entries(layout: Layout) -> tuple[int, ...]:
-    """Return the entries whose fingerprints are sent; those of `replicated` come first."""
+    """Return the entries whose fingerprints are sent; those of `replicated_entries` come first."""
     filling: set[int] = set()
     for tensor in layout.tensors:
         # After the dtype may come other properties that must agree, such as strides.
@@ -109,7 +109,7 @@ def first_row(step: int, rows_apart: int) -> int:
 
 
 def encode(crcs: Sequence[int]) -> str:
-    """Encode the fingerprints of one rank, in the order of `watched`, for the field `FIELD` of DONE."""
+    """Encode the fingerprints of one rank, in the order of `watched_entries`, for the field `FIELD` of DONE."""
     return base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
 
 
@@ -171,7 +171,7 @@ class Divergence:
     @property
     def message(self) -> str:
         """Name the ranks and tensors that differ, and the remedy."""
-        value = [
+        parts = [
             f"rank {rank} differs from most ranks in {format_tensors(paths)}"
             for rank, paths in sorted(self.drifted.items())
         ]
@@ -179,12 +179,12 @@ class Divergence:
         for path, groups in self.undecided.items():
             sides = " and ".join(format_ranks(group) for group in groups)
             by_groups.setdefault(sides, []).append(path)
-        value += [
+        parts += [
             f"{sides} differ from each other in {format_tensors(paths)}" for sides, paths in by_groups.items()
         ]
         return (
-            f"step {self.step}: replicas have drifted apart: {'; '.join(value)}. They must hold the same bytes on every "
-            "rank; restart from a checkpoint before it, and look at that VM, at seeds, and at updates outside "
+            f"step {self.step}: replicas have drifted apart: {'; '.join(parts)}. They must hold the same bytes on "
+            "every rank; restart from a checkpoint before it, and look at that VM, at seeds, and at updates outside "
             "DistributedDataParallel"
         )
 

@@ -175,10 +175,10 @@ class StepRecord:
     @property
     def stall_seconds(self) -> dict[int, float]:
         """How long the checkpoint stalled the training thread of each rank (CST)."""
-        document = {rank: one.cst_seconds for rank, one in self.ranks.items()}
+        stalls = {rank: one.cst_seconds for rank, one in self.ranks.items()}
         return {
             rank: float(seconds)
-            for rank, seconds in document.items()
+            for rank, seconds in stalls.items()
             if seconds is not None and 0 <= seconds < _STALL_SECONDS_MAX
         }
 

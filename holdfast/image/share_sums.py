@@ -28,7 +28,7 @@ class EntryPiece(NamedTuple):
 
 
 class ShareSums(NamedTuple):
-    """The CRC-32s of one share, of its chunks and of `entry_pieces` it."""
+    """The CRC-32s of one share, of its chunks and of its `entry_pieces`."""
 
     chunk_crcs: tuple[int, ...]
     entry_crcs: tuple[int, ...]

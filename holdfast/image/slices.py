@@ -46,7 +46,7 @@ def frames_of(layout: Layout, rank: int) -> tuple[SliceFrame, ...]:
     """Return the frames of `rank`'s slice, in the order of sending and keeping."""
     frames: list[SliceFrame] = []
     offset = 0
-    for chunk, extents in layout.sends(rank):
+    for chunk, extents in layout.sent_frames(rank):
         nbytes = sum(extent.nbytes for extent in extents)
         frames.append(SliceFrame(chunk, extents, offset, nbytes))
         offset += _align_up(nbytes)

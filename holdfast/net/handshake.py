@@ -80,7 +80,7 @@ class Hello:
 
     Attributes:
         channel: 0 for messages, from 1 on for payloads.
-        launch: With `incarnation` and `generation`: see `Start`.
+        launch: With `incarnation` and `generation`: see `JobStart`.
         nonce: Random bytes of this connection.
         resuming: This rank was admitted before; only the stager that admitted it can resume the connection.
         lead_attempt: The attempt that the lead of several stagers has chosen, for the others; 0 for the lead itself.

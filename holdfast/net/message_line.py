@@ -1,6 +1,6 @@
 """Control messages over connections that may be cut: each arrives once, in order, however often it is sent.
 
-    put ─► unacknowledged ─► outgoing ═ connection ═► arrived ─► messages
+    put ─► unacknowledged ─► next_outgoing ═ connection ═► data_received ─► messages
               ▲   └─ dropped ◄── acknowledged count, in the header of each record that comes back
               └── resume(count) after a cut: messages that the other side has not received are sent again
 
@@ -56,14 +56,14 @@ class MessageLine:
         """Queue a message. Raises `ProtocolError`: too many messages are unacknowledged."""
         if self._unacknowledged_bytes + len(message) + _KEPT_BYTES > UNACKNOWLEDGED_BYTES_MAX:
             raise ProtocolError(
-                f"has not acknowledged {len(self._unacknowledged)} control messages, which take {self._unacknowledged_bytes} "
-                f"bytes; expected at most {UNACKNOWLEDGED_BYTES_MAX}"
+                f"has not acknowledged {len(self._unacknowledged)} control messages, which take "
+                f"{self._unacknowledged_bytes} bytes; expected at most {UNACKNOWLEDGED_BYTES_MAX}"
             )
         self._unacknowledged.append(message)
         self._unacknowledged_bytes += len(message) + _KEPT_BYTES
 
     def next_outgoing(self) -> memoryview | None:
-        """The bytes to write next, at least one; None if all were written. Report the written bytes by `written`."""
+        """The bytes to write next, at least one; None if all were written. Report written bytes by `mark_written`."""
         if not self._outgoing:
             if self._sending < len(self._unacknowledged):
                 message = self._unacknowledged[self._sending]
@@ -74,7 +74,7 @@ class MessageLine:
         return self._outgoing[0] if self._outgoing else None
 
     def mark_written(self, nbytes: int) -> None:
-        """Note that this many bytes of `outgoing` were written."""
+        """Note that this many bytes of `next_outgoing` were written."""
         head = self._outgoing.popleft()
         if nbytes < len(head):
             self._outgoing.appendleft(head[nbytes:])
@@ -90,7 +90,7 @@ class MessageLine:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def receive_buffer(self) -> memoryview:
-        """The buffer to receive into. Report the received bytes by `arrived`."""
+        """The buffer to receive into. Report the received bytes by `data_received`."""
         if self._large is not None:
             return self._large[self._large_filled :]
         begun = len(self._partial_record)
@@ -98,7 +98,10 @@ class MessageLine:
         return memoryview(self._scratch)[begun:]
 
     def data_received(self, nbytes: int) -> list[bytes]:
-        """Take `nbytes` of the last `room`; return complete messages. Raises `ProtocolError`: close the connection."""
+        """Take `nbytes` of the last `receive_buffer`; return complete messages.
+
+        Raises `ProtocolError`: close the connection.
+        """
         if self._large is not None:
             self._large_filled += nbytes
             if self._large_filled < len(self._large):

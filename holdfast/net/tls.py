@@ -144,10 +144,10 @@ class StagerTls:
         return TlsSocket(self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 
     def _reload_if_changed(self) -> None:
-        changed_at = self._mtimes()
-        if changed_at == self._loaded_mtimes:
+        mtimes = self._mtimes()
+        if mtimes == self._loaded_mtimes:
             return
-        self._loaded_mtimes = changed_at
+        self._loaded_mtimes = mtimes
         try:
             self._context = self._load()
         except ConfigError as error:  # perhaps only one of the two files was replaced so far

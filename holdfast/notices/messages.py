@@ -85,7 +85,7 @@ class StepAnswer:
 
 @dataclass(frozen=True, slots=True)
 class EventLine:
-    """A log line that is also an event. `loud`: a checkpoint is lost, or a person must act."""
+    """A log line that is also an event. `is_error`: a checkpoint is lost, or a person must act."""
 
     event: str
     text: str
@@ -108,7 +108,7 @@ def apply_effects(
     """Send, log and record `effects` in order; send announcements as `kind`. Only for the decider's thread."""
     for effect in effects:
         if isinstance(effect, EventLine):
-            log.log(logging.ERROR if effect.loud else logging.WARNING, "%s", effect.text)
+            log.log(logging.ERROR if effect.is_error else logging.WARNING, "%s", effect.text)
             events.emit(effect.event, dict(effect.fields))
         else:
             send_to_all(effect.to_frame(kind, attempt=attempt))

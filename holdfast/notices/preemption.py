@@ -35,7 +35,7 @@ _NO_DEADLINE_SECONDS_MAX = 600.0  # for the ranks to reach the step
 
 class PreemptionCoordinator:
     """State machine whose methods return effects. `now`: monotonic time. `in_flight`: returns checkpoints in flight,
-    oldest first. `safe`: word for a checkpoint that survives its ranks, such as `staged`. `rebalance_seconds`,
+    oldest first. `safe_state`: word for a checkpoint that survives its ranks, such as `staged`. `rebalance_seconds`,
     `rebalance_factor`: how long checkpoints are more frequent after a rebalance, and how much.
     """
 
@@ -106,23 +106,25 @@ class PreemptionCoordinator:
         if self._served is not None:
             step, at, kind = self._served
             if now - at <= _JOIN_SECONDS and notice.kind in {kind, NoticeKind.REBALANCE}:
-                text = f"{event_line.text}; step {step}, {self._safe_state} {now - at:.1f} s ago, serves this notice, too"
+                served = f"step {step}, {self._safe_state} {now - at:.1f} s ago, serves this notice, too"
+                text = f"{event_line.text}; {served}"
                 return [replace(event_line, text=text)]
         self._notice, self._notified_rank, self._deadline = replace(notice, rank=rank), name, deadline
         self._failed_saves, self._retry_at, self._since_step = 0, None, -1
         if self._lost_ranks:
-            return [event_line, *self._give_up(f"no checkpoint can be whole: {'; '.join(self._lost_ranks.values())}", now)]
+            reasons = "; ".join(self._lost_ranks.values())
+            return [event_line, *self._give_up(f"no checkpoint can be whole: {reasons}", now)]
         return [event_line, self._agreement.begin(now)]
 
     def on_answer(self, rank: int, answer: StepAnswer, now: float) -> list[Effect]:
         agreement = self._agreement
-        match agreement.answered(rank, answer):
+        match agreement.add_answer(rank, answer):
             case ProposalState.INCOMPLETE:
                 return []
             case ProposalState.PROMISED:
                 return self._appoint(now)
             case ProposalState.EXHAUSTED:
-                return self._give_up(agreement.exhausted, now)
+                return self._give_up(agreement.exhausted_reason, now)
             case ProposalState.PASSED:
                 self._decision = should_save(self._build_outlook(agreement.foremost_step, now))
                 return [agreement.propose_later(now, wait_seconds=self._decision.wait_seconds)]
@@ -134,7 +136,7 @@ class PreemptionCoordinator:
 
     def on_staged(self, step: int, nbytes: int, seconds: float, now: float) -> list[Effect]:
         """Note that a checkpoint was staged, `seconds` after its first offer."""
-        self.staging_times.staged(nbytes, seconds)
+        self.staging_times.add(nbytes, seconds)
         self._staged_step = max(self._staged_step, step)
         if self.open:
             self._since_step = step
@@ -146,8 +148,8 @@ class PreemptionCoordinator:
             when = f", {-left:.1f} s after the deadline"
         event_line = EventLine(
             "emergency_staged",
-            f"the checkpoint of step {step}, saved because {self._notified_rank} received a {self._kind_text()} notice, "
-            f"is {self._safe_state}{when}",
+            f"the checkpoint of step {step}, saved because {self._notified_rank} received a {self._kind_text()} "
+            f"notice, is {self._safe_state}{when}",
             {"saved_step": step, "seconds_left": left, "seconds": seconds, "told": self._notified_rank},
         )
         assert self._notice is not None
@@ -173,7 +175,7 @@ class PreemptionCoordinator:
         return self._give_up(f"no checkpoint can be whole: {reason}", now)
 
     def tick(self, now: float) -> list[Effect]:
-        overdue, left = self._agreement.overdue(now), self._seconds_left(now)
+        overdue, left = self._agreement.overdue_text(now), self._seconds_left(now)
         if overdue:
             # Ask again later: that rank may still be starting, or be suspended for a while.
             self._retry_at = now + self._answer_seconds_max
@@ -209,7 +211,8 @@ class PreemptionCoordinator:
         }
         event_line = EventLine(
             "emergency",
-            f"because {self._notified_rank} received a {self._kind_text()} notice: {actions[decision.choice]} ({decision.reason})",
+            f"because {self._notified_rank} received a {self._kind_text()} notice: "
+            f"{actions[decision.choice]} ({decision.reason})",
             {
                 "choice": decision.choice.value,
                 "at_step": step,
@@ -219,7 +222,7 @@ class PreemptionCoordinator:
                 "tries": tries,
                 "told": self._notified_rank,
             },
-            loud=decision.choice is Choice.SKIP,
+            is_error=decision.choice is Choice.SKIP,
         )
         self._appointed_at, self._saving_step = (now if take else None), None
         return [self._agreement.appoint(terms.to_json()), event_line]
@@ -231,7 +234,7 @@ class PreemptionCoordinator:
         other = "no further checkpoint" if self._since_step >= 0 else "no checkpoint"
         text = f"{other} was taken after {self._notified_rank} received a {self._kind_text()} notice: {why}; {kept}"
         fields = {"reason": why, "seconds_left": self._seconds_left(now), "told": self._notified_rank}
-        event_line = EventLine("emergency_failed", text, fields, loud=self._since_step < 0)
+        event_line = EventLine("emergency_failed", text, fields, is_error=self._since_step < 0)
         # An appointed step stays appointed: if some ranks have saved it, the others must not skip it.
         return [self._agreement.call_off(), event_line] if self._agreement.open else [event_line]
 
@@ -243,7 +246,7 @@ class PreemptionCoordinator:
             step_seconds=self._agreement.slowest_step_seconds,
             next_step=next_step,
             staged_step=self._staged_step,
-            safe=self._safe_state,
+            safe_state=self._safe_state,
         )
 
     def _seconds_left(self, now: float) -> float | None:

@@ -47,7 +47,7 @@ class Outlook:
     step_seconds: float | None = None  # time of a training step
     next_step: int = 0  # the first step that a new checkpoint could be of
     staged_step: int = -1  # the newest staged step; -1: none
-    safe: str = "staged"  # word for a checkpoint that survives its ranks, such as `staged`
+    safe_state: str = "staged"  # word for a checkpoint that survives its ranks, such as `staged`
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def should_save(outlook: Outlook) -> Decision:
     if outlook.staged_seconds is None:
         return Decision(
             Choice.TAKE,
-            f"{left:.1f} s are left, and no checkpoint was {outlook.safe} yet that would say how long one takes",
+            f"{left:.1f} s are left, and no checkpoint was {outlook.safe_state} yet that would say how long one takes",
             min(flight_seconds, left / 2),  # an estimate from the first bytes may far exceed the time left
         )
     needed = flight_seconds + (outlook.step_seconds or 0.0) + outlook.staged_seconds
@@ -90,7 +90,7 @@ def _finish_or_skip(outlook: Outlook, reason: str, needed_seconds: float = 0.0) 
     kept = f"step {outlook.staged_step}" if outlook.staged_step >= 0 else "nothing"
     return Decision(
         Choice.SKIP,
-        f"{reason}; {kept} is {outlook.safe}, {max(0, behind)} steps are lost",
+        f"{reason}; {kept} is {outlook.safe_state}, {max(0, behind)} steps are lost",
         0.0,
         needed_seconds,
     )

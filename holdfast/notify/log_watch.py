@@ -36,7 +36,7 @@ class LogWatch(threading.Thread):
             self._poll()
         self._poll()
         if self._last is not None:
-            self._notifier.tell(self._last)
+            self._notifier.notify(self._last)
         self._notifier.close()
         self._follower.close()
 
@@ -50,7 +50,7 @@ class LogWatch(threading.Thread):
     def _poll(self) -> None:
         try:
             while events := list(self._follower.read()):
-                for one in events:
-                    self._notifier.tell(one)
+                for event in events:
+                    self._notifier.notify(event)
         except Exception:  # noqa: BLE001 - a bug here must not end the messages
             _log.exception("notify: an event could not be reported")

@@ -1,6 +1,6 @@
 """Sends messages about a run to people, without delaying the run.
 
-tell(event) ─► alert ─► rate limit per kind ─► a bounded queue and a thread for each destination ─► tries, with pauses
+notify(event) ─► alert ─► rate limit per kind ─► a bounded queue and a thread for each destination ─► tries, with pauses
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Sender(threading.Thread):
 
 
 class Notifier:
-    """Sends messages about a run. `tell` and `close`: from one thread, which they do not block for long. `run`: its
+    """Sends messages about a run. `notify` and `close`: from one thread, which they do not block for long. `run`: its
     URL; the password and query are removed. `window_seconds`: of the rate limit. `pauses_seconds`: between tries.
     """
 
@@ -134,15 +134,15 @@ class Notifier:
         if destinations:
             _log.info("notifications go to %s", ", ".join(one.name for one in destinations))
 
-    def notify(self, said: Mapping[str, Any]) -> None:
+    def notify(self, event: Mapping[str, Any]) -> None:
         """Queue the message about an event, if it has one. Returns at once."""
-        alert = alert_for(said, is_unsupervised=self._is_unsupervised) if self._senders else None
-        passing = None if alert is None else self._rate_limiter.passing(alert, self._clock())
-        if passing is None:
+        alert = alert_for(event, is_unsupervised=self._is_unsupervised) if self._senders else None
+        admitted = None if alert is None else self._rate_limiter.admit(alert, self._clock())
+        if admitted is None:
             return
         context = {**self._context, "time": round(time.time(), 3)}
         for sender in self._senders:
-            sender.put(passing._replace(text=f"{passing.text} [{self._context['run']}]"), context)
+            sender.put(admitted._replace(text=f"{admitted.text} [{self._context['run']}]"), context)
 
     def close(self, seconds_max: float = CLOSE_SECONDS_MAX) -> None:
         """Wait until all messages are sent, at most `seconds_max`."""

@@ -70,7 +70,7 @@ class Webhook:
         url = self._url
         scheme = {"ntfy": "https", "ntfy+http": "http"}.get(url.scheme, url.scheme)
         place = url._replace(scheme=scheme, netloc=url.netloc.rpartition("@")[2], fragment="").geturl()
-        request = urllib.request.Request(place, method="POST")  # noqa: S310 - `_checked` has seen the scheme
+        request = urllib.request.Request(place, method="POST")  # noqa: S310 - `_parse_url` has seen the scheme
         if url.username is not None:
             pair = f"{unquote(url.username)}:{unquote(url.password or '')}"
             request.add_header("Authorization", f"Basic {base64.b64encode(pair.encode()).decode()}")

@@ -32,7 +32,7 @@ class Change:
     problem: str = ""
 
     def describe(self) -> str:
-        return f"{self.advice.line()}; {self.problem}" if self.problem else self.advice.line()
+        return f"{self.advice.describe()}; {self.problem}" if self.problem else self.advice.describe()
 
 
 class Governor:

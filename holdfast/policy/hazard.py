@@ -1,7 +1,7 @@
 """How often training is interrupted, as set or as estimated from the run, and the price of its machines.
 
-    prior: 1 failure in 3 h      ─┐
-    seen:  n failures in T hours ─┴─► (1 + n) / (3 h + T) failures per hour
+    prior:    1 failure in 3 h      ─┐
+    observed: n failures in T hours ─┴─► (1 + n) / (3 h + T) failures per hour
 
 Model: failures are a Poisson process, with a Gamma prior over its rate. The posterior is a Gamma, too, and this is its
 mean. The prior weighs as much as one failure: the run's own failures soon outweigh it, and so does a day without any.
@@ -28,7 +28,7 @@ class Hazard:
     Attributes:
         per_hour: Interruptions of the whole job per hour.
         dollars_per_hour: Price of all machines; None: not known.
-        line: Where the rate comes from, as a line for people; may be empty.
+        description: Where the rate comes from, as a line for people; may be empty.
     """
 
     per_hour: float
@@ -48,29 +48,29 @@ class Hazard:
             raise ConfigError(
                 f"mean time between interruptions: expected more than 0 hours, got {mtbf_hours}"
             )
-        line = f"failures: one in {_format_hours(mtbf_hours)}, as set (mtbf_hours)"
-        return cls(1 / mtbf_hours, dollars_per_hour, line)
+        description = f"failures: one in {_format_hours(mtbf_hours)}, as set (mtbf_hours)"
+        return cls(1 / mtbf_hours, dollars_per_hour, description)
 
     @classmethod
     def from_observed(
         cls,
-        seen: FailureCount,
+        observed: FailureCount,
         dollars_per_hour: float | None = None,
         *,
         prior_mtbf_hours: float = PRIOR_MTBF_HOURS,
     ) -> Hazard:
-        """Build from the posterior mean given `seen`. Raises `ConfigError`: `prior_mtbf_hours` is not more than 0."""
+        """Build from the posterior mean given `observed`. Raises `ConfigError`: `prior_mtbf_hours` is 0 or less."""
         if not 0 < prior_mtbf_hours < math.inf:
             raise ConfigError(
                 f"mean time between interruptions: expected more than 0 hours, got {prior_mtbf_hours}"
             )
-        hours = seen.seconds / _HOUR_SECONDS
-        per_hour = (_PRIOR_FAILURES + seen.failures) / (_PRIOR_FAILURES * prior_mtbf_hours + hours)
-        line = (
-            f"failures: {seen.failures} in {_format_hours(hours)} observed, prior 1 in {_format_hours(prior_mtbf_hours)} → one in "
-            f"{_format_hours(1 / per_hour)}"
+        hours = observed.seconds / _HOUR_SECONDS
+        per_hour = (_PRIOR_FAILURES + observed.failures) / (_PRIOR_FAILURES * prior_mtbf_hours + hours)
+        description = (
+            f"failures: {observed.failures} in {_format_hours(hours)} observed, "
+            f"prior 1 in {_format_hours(prior_mtbf_hours)} → one in {_format_hours(1 / per_hour)}"
         )
-        return cls(per_hour, dollars_per_hour, line)
+        return cls(per_hour, dollars_per_hour, description)
 
 
 def _format_hours(hours: float) -> str:

@@ -34,14 +34,14 @@ def least_interval(cost: Cost, overhead_max: float, *, every_max: int) -> int:
     if every_max < 1:
         raise ConfigError(f"every_max: expected at least 1 iteration, got {every_max}")
     iteration = cost.iteration_seconds
-    wanted = max(
+    needed = max(
         cost.stall_seconds / (overhead_max * iteration),
         cost.durable_seconds / (cost.in_flight_max * (1 + overhead_max) * iteration),
         1.0,
     )
-    if wanted > every_max + 1:
-        raise _unreachable_bound_error(cost, overhead_max, every_max, wanted)
-    every = math.ceil(wanted)
+    if needed > every_max + 1:
+        raise _unreachable_bound_error(cost, overhead_max, every_max, needed)
+    every = math.ceil(needed)
     # The quotient was rounded, perhaps across a whole number, so check the overhead itself.
     while every > 1 and cost.overhead(every - 1) <= overhead_max:
         every -= 1
@@ -52,13 +52,13 @@ def least_interval(cost: Cost, overhead_max: float, *, every_max: int) -> int:
     return every
 
 
-def _unreachable_bound_error(cost: Cost, overhead_max: float, every_max: int, wanted: float) -> ConfigError:
-    can = cost.overhead(every_max)
+def _unreachable_bound_error(cost: Cost, overhead_max: float, every_max: int, needed: float) -> ConfigError:
+    reachable = cost.overhead(every_max)
     return ConfigError(
         f"an overhead of at most {overhead_max:.2%}: not possible within {every_max} iterations of "
         f"{cost.iteration_seconds:g} s, since a checkpoint stalls for {cost.stall_seconds:g} s and is durable after "
-        f"{cost.durable_seconds:g} s, {cost.in_flight_max} at once. Possible: {can:.2%} every {every_max} "
-        f"iterations, or {overhead_max:.2%} every {math.ceil(wanted)}; allow one of the two"
+        f"{cost.durable_seconds:g} s, {cost.in_flight_max} at once. Possible: {reachable:.2%} every {every_max} "
+        f"iterations, or {overhead_max:.2%} every {math.ceil(needed)}; allow one of the two"
     )
 
 

@@ -36,17 +36,17 @@ class DoubtedSteps(NamedTuple):
     doubt: Doubt
 
 
-def doubt_about(found: Sequence[DoubtedSteps], key: CheckpointId) -> str:
+def doubt_about(doubts: Sequence[DoubtedSteps], key: CheckpointId) -> str:
     """Return why this checkpoint is doubtful; empty if nobody doubts it."""
-    for attempt, doubt in found:
+    for attempt, doubt in doubts:
         if attempt == key.attempt and doubt.covers(key.step):
             return f"{key}: {doubt.reason}; {doubt.sentence()}"
     return ""
 
 
-def write_doubts(directory: Path, found: Sequence[DoubtedSteps]) -> None:
+def write_doubts(directory: Path, doubts: Sequence[DoubtedSteps]) -> None:
     """Replace the file. Stager only. Raises `StoreError` if the machine lacks room or descriptors."""
-    write_side_file(directory / DOUBTS_NAME, to_bytes(found))
+    write_side_file(directory / DOUBTS_NAME, to_bytes(doubts))
 
 
 def read_doubts(directory: Path) -> list[DoubtedSteps]:
@@ -60,9 +60,9 @@ def read_doubts(directory: Path) -> list[DoubtedSteps]:
         return []
 
 
-def to_bytes(found: Sequence[DoubtedSteps]) -> bytes:
+def to_bytes(doubts: Sequence[DoubtedSteps]) -> bytes:
     """Encode doubts for the file, and for the copy beside slices that ranks keep themselves."""
-    rows = [{"attempt": attempt, **doubt.to_json()} for attempt, doubt in _merge_excess(found)]
+    rows = [{"attempt": attempt, **doubt.to_json()} for attempt, doubt in _merge_excess(doubts)]
     return seal(to_json({"doubts": rows}), _CRC_FIELD)
 
 
@@ -79,12 +79,12 @@ def from_bytes(data: bytes, *, source: str) -> list[DoubtedSteps]:
         return []
 
 
-def _merge_excess(found: Sequence[DoubtedSteps]) -> Sequence[DoubtedSteps]:
+def _merge_excess(doubts: Sequence[DoubtedSteps]) -> Sequence[DoubtedSteps]:
     """Merge the doubts of each attempt if there are too many; the steps in between are doubted, too."""
-    if len(found) <= _DOUBTS_MAX:
-        return found
+    if len(doubts) <= _DOUBTS_MAX:
+        return doubts
     whole: dict[int, DoubtedSteps] = {}
-    for one in found:
+    for one in doubts:
         before = whole.get(one.attempt, one)
         ends = [step for doubt in (before.doubt, one.doubt) for step in doubt.steps or ()]
         steps = (min(ends), max(ends)) if ends else None

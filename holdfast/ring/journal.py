@@ -110,7 +110,7 @@ class Journal:
 
     Args:
         memory: The whole journal file, mapped shared; it may have room for more records than there are slots.
-        more: The files for sources that do not fit into a record.
+        source_files: The files for sources that do not fit into a record.
 
     Raises:
         ProtocolError: The header is not one of ours.

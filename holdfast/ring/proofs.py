@@ -28,9 +28,9 @@ _CRC_FIELD = "proofs_crc32"
 _log = logging.getLogger("holdfast.ring")
 
 
-def write_proofs(directory: Path, found: Sequence[ProofRecord]) -> None:
+def write_proofs(directory: Path, proofs: Sequence[ProofRecord]) -> None:
     """Replace the file with the last of these. Stager only. Raises `StoreError` without room or descriptors."""
-    rows = [one.to_json() for one in found[-PROOFS_MAX:]]
+    rows = [one.to_json() for one in proofs[-PROOFS_MAX:]]
     write_side_file(directory / PROOFS_NAME, seal(to_json({"proofs": rows}), _CRC_FIELD))
 
 

@@ -299,7 +299,7 @@ class Ring:
     # -- who has it mapped ---------------------------------------------------------------------------------------
 
     def hold(self, attempt: int) -> None:
-        """Lock the ring for the stager of this attempt, until `let_go` or the death of this process.
+        """Lock the ring for the stager of this attempt, until `release` or the death of this process.
 
         A stager that hangs is as silent as a dead one, but may still write into its slots. The kernel tells them apart:
         it releases the lock of a dead process.

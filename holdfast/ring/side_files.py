@@ -42,7 +42,7 @@ def stager_lock_path(directory: Path, attempt: int) -> Path:
 
 
 def read_writers(directory: Path, attempt: int) -> int:
-    """Return how many flushers write an attempt's checkpoints, as `Ring.record_writers` recorded; 1: only this ring's."""
+    """Return how many flushers write an attempt's checkpoints, as `Ring.record_writers` wrote; 1: only this ring's."""
     try:
         text = read_side_file(directory / f"writers-{attempt}").decode("ascii", "replace")
     except FileNotFoundError:

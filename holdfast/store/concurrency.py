@@ -40,11 +40,11 @@ class _Phase(Enum):
 
 
 class AdaptiveLimit:
-    """Finds the best number of requests, `least` to `most`, from the speed of finished ones. Not thread-safe."""
+    """Finds the best number of requests, `minimum` to `maximum`, from the speed of finished ones. Not thread-safe."""
 
     def __init__(self, start: int, *, minimum: int, maximum: int) -> None:
         if not 1 <= minimum <= start <= maximum:
-            raise ValueError(f"expected 1 <= least <= start <= most, got {minimum}, {start}, {maximum}")
+            raise ValueError(f"expected 1 <= minimum <= start <= maximum, got {minimum}, {start}, {maximum}")
         self._minimum, self._maximum = minimum, maximum
         self._width, self._phase = start, _Phase.FIRST
         self._base, self._base_speed = start, 0.0  # the best width so far, and bytes a second with it
@@ -136,7 +136,7 @@ class LimitedRequest:
 
 
 class ConcurrencyLimit:
-    """Bounds the requests in flight. Any thread. `found`: finds the best number; None: always `most`."""
+    """Bounds the requests in flight. Any thread. `adaptive`: finds the best number; None: always `maximum`."""
 
     def __init__(
         self, maximum: int, adaptive: AdaptiveLimit | None = None, clock: Callable[[], float] = time.monotonic
@@ -165,7 +165,7 @@ class ConcurrencyLimit:
             with self._released:
                 before = self.width
                 if self._adaptive is not None and request.nbytes:
-                    self._adaptive.ended(began, now, request.nbytes, full=self._in_flight >= before)
+                    self._adaptive.record_finished(began, now, request.nbytes, full=self._in_flight >= before)
                 self._in_flight -= 1
                 self._released.notify(1 + max(0, self.width - before))
 
@@ -177,7 +177,7 @@ class FailFastRequests:
         self._errors: list[BaseException] = []
 
     def run(self, limit: ConcurrencyLimit, call: Callable[[LimitedRequest], _Result]) -> _Result:
-        """Make the call once the limit allows it. Raises `CancelledError` if another one has failed, or after `end`."""
+        """Make the call once the limit allows it. Raises `CancelledError` after a failure or `cancel_pending`."""
         with limit.request() as request:
             if self._errors:
                 raise CancelledError
@@ -198,16 +198,16 @@ class FailFastRequests:
 
 
 def write_limit(url: str, maximum: int | None = None) -> ConcurrencyLimit:
-    """Return the limit for parts of uploads to the store at `url`. `maximum`: set by a user; then nothing is measured."""
+    """Return the limit for parts of uploads to the store at `url`. `maximum`: a user's; then nothing is measured."""
     if maximum is not None or not is_s3(url):
         return ConcurrencyLimit(maximum or parts_at_once(url))
     return ConcurrencyLimit(
-        REQUESTS_MAX, AdaptiveLimit(parts_at_once(url), least=_REQUESTS_MIN, most=REQUESTS_MAX)
+        REQUESTS_MAX, AdaptiveLimit(parts_at_once(url), minimum=_REQUESTS_MIN, maximum=REQUESTS_MAX)
     )
 
 
 def read_limit(url: str, maximum: int | None = None) -> ConcurrencyLimit:
-    """Return the limit for long reads from the store at `url`. `maximum`: as in `writing`."""
+    """Return the limit for long reads from the store at `url`. `maximum`: as in `write_limit`."""
     if maximum is not None or not is_s3(url):
         return ConcurrencyLimit(maximum or _READS)
     return _s3_read_limit(url)
@@ -215,4 +215,4 @@ def read_limit(url: str, maximum: int | None = None) -> ConcurrencyLimit:
 
 @functools.lru_cache(16)
 def _s3_read_limit(url: str) -> ConcurrencyLimit:  # noqa: ARG001 - cached by URL: one process reads a run many times
-    return ConcurrencyLimit(REQUESTS_MAX, AdaptiveLimit(_READS_S3, least=_REQUESTS_MIN, most=REQUESTS_MAX))
+    return ConcurrencyLimit(REQUESTS_MAX, AdaptiveLimit(_READS_S3, minimum=_REQUESTS_MIN, maximum=REQUESTS_MAX))

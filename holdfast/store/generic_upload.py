@@ -57,7 +57,7 @@ class GenericUpload(BaseUpload):
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """Write the part as an object of its own; its CRC-32 is checked here, since no driver does."""
-        with self._ledger.entry(index, buffers):
+        with self._ledger.track_part(index, buffers):
             data = b"".join(buffers)
             if crc32_of(data) != crc32:
                 raise DamageError(
@@ -106,7 +106,7 @@ class GenericUpload(BaseUpload):
                 f"{self._marker} is gone or of another upload; start over",
                 begin_anew=True,
             )
-        self._ledger.assume(
+        self._ledger.mark_present(
             index for index in range(self._ledger.parts) if self._has_part(index, crc32s.get(index))
         )
 

@@ -23,7 +23,7 @@ _VISIBLE = ("write", "create", "delete", "retire", "publish")
 def guarded(store: Store, check: Callable[[], None]) -> Store:
     """Return the store with `check` before each visible change; `check` raises `FencedError` if the run is not ours."""
     if isinstance(store, Retrying):
-        return store.around(GuardedStore(store.inner, check))
+        return store.with_inner(GuardedStore(store.inner, check))
     return GuardedStore(store, check)
 
 
@@ -34,11 +34,11 @@ class GuardedStore(StoreWrapper):
         super().__init__(inner)
         self._check = check
 
-    def forward(self, what: str, call: Callable[[], Result], name: str = "") -> Result:
+    def forward(self, method: str, call: Callable[[], Result], name: str = "") -> Result:
         """See `StoreWrapper`. Raises `FencedError` when the run is no longer ours."""
-        if what == "sweep":
+        if method == "sweep":
             self._check()
-        elif what in _VISIBLE and not name.startswith(_PRIVATE):
+        elif method in _VISIBLE and not name.startswith(_PRIVATE):
             self._check()
             reach(Point.CLAIM_SEEN)
         return call()

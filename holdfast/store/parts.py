@@ -1,6 +1,6 @@
 """Ledger of one upload: which parts are there, how many are in flight, and whether the upload is still open.
 
-    entry ─► part is struck out ─► bytes are sent ─► part is entered      close ─► no new entry
+    track_part ─► part is struck out ─► bytes are sent ─► part is entered      close ─► no further part
 
 Every backend's upload has one, so that a missing, short or late part gives the same error. A part is struck out before
 it is sent again: a half-finished replacement must not count as the part it replaces.
@@ -26,12 +26,12 @@ class Part(NamedTuple):
 class PartLedger:
     """Counts the parts of one upload. Thread-safe. Raises `StoreError`: a size is not positive."""
 
-    def __init__(self, what: str, *, nbytes: int, part_bytes: int) -> None:
+    def __init__(self, label: str, *, nbytes: int, part_bytes: int) -> None:
         if nbytes <= 0 or part_bytes <= 0:
             raise StoreError(
-                f"{what}: cannot upload {nbytes} bytes in parts of {part_bytes}; both must be at least 1"
+                f"{label}: cannot upload {nbytes} bytes in parts of {part_bytes}; both must be at least 1"
             )
-        self.label, self.nbytes, self.part_bytes = what, nbytes, part_bytes
+        self.label, self.nbytes, self.part_bytes = label, nbytes, part_bytes
         self.parts = -(-nbytes // part_bytes)
         self._present: set[int] = set()
         self._active = 0
@@ -121,8 +121,8 @@ class PartLedger:
 class BaseUpload:
     """The methods of an upload that are the same in every backend. Raises `StoreError`: a size is not positive."""
 
-    def __init__(self, what: str, *, nbytes: int, part_bytes: int) -> None:
-        self._ledger = PartLedger(what, nbytes=nbytes, part_bytes=part_bytes)
+    def __init__(self, label: str, *, nbytes: int, part_bytes: int) -> None:
+        self._ledger = PartLedger(label, nbytes=nbytes, part_bytes=part_bytes)
         self._published = False
 
     @property

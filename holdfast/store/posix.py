@@ -25,8 +25,8 @@ from holdfast.store.names import TEMPORARY, Keep, check_name, is_kept, temporary
 from holdfast.store.posix_errors import is_full, translate_errors
 from holdfast.store.posix_io import (
     make_directories,
-    open_regular,
     open_directory,
+    open_regular,
     read_fully,
     reject_symlinks,
     sync_directory,
@@ -115,7 +115,10 @@ class PosixStore:
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         path = self._path(name)
-        with translate_errors("read", path), open(self._open_revalidated(path), "rb") as file:  # noqa: PTH123 (a descriptor)
+        with (
+            translate_errors("read", path),
+            open(self._open_revalidated(path), "rb") as file,  # noqa: PTH123 (a descriptor)
+        ):
             nbytes = os.fstat(file.fileno()).st_size
             reject_oversized(str(path), nbytes, bytes_max)
             data = file.read(nbytes + 1)
@@ -174,7 +177,13 @@ class PosixStore:
             self._open_parent(path) as directory_fd,
         ):
             try:
-                os.link(temporary.name, path.name, src_dir_fd=temporary_fd, dst_dir_fd=directory_fd, follow_symlinks=False)
+                os.link(
+                    temporary.name,
+                    path.name,
+                    src_dir_fd=temporary_fd,
+                    dst_dir_fd=directory_fd,
+                    follow_symlinks=False,
+                )
                 created = True
             except FileExistsError:
                 # NFS may lose the answer of a link that was made: then the file has two names by now, and one
@@ -212,7 +221,7 @@ class PosixStore:
             temporary=self._temporary_path(write_id, name),
             nbytes=nbytes,
             part_bytes=chunk_bytes,
-            room=self._spare_file,
+            spare_file=self._spare_file,
         )
 
     def resume(self, name: str, interrupted: InterruptedUpload) -> PosixUpload:

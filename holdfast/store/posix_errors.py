@@ -76,7 +76,7 @@ def no_room_error(path: Path, *, needed_bytes: int, cause: str) -> StoreError:
     return StoreError(
         f"{path}: no room ({cause}): {needed_bytes} bytes are needed, {known} are free; "
         "remove old checkpoints, lower keep_last, or choose a larger store",
-        no_room_error=True,
+        no_room=True,
     )
 
 
@@ -87,7 +87,7 @@ def translate_errors(
     """Turn an `OSError` inside the block into the error that says what to do about it.
 
     Args:
-        doing: The operation, such as "write".
+        operation: The operation, such as "write".
         path: The path that is operated on.
         needed_bytes: How much space it needs, for the message of a full disk.
         if_missing: Meaning of a path that does not exist: `missing` (StoreMissing), `swept` (another writer's sweep

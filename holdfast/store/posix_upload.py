@@ -38,8 +38,8 @@ from holdfast.store.posix_io import (
     open_direct,
     open_directory,
     reserve,
-    sync_directory,
     round_up_to_pages,
+    sync_directory,
     write_all,
     write_in_order,
 )
@@ -52,7 +52,7 @@ _TOKEN = re.compile(r"inode-([0-9]{1,20})")
 
 class PosixUpload(BaseUpload):
     """Upload to a temporary file; `publish` gives it its name. `write_part`: any thread. `temporary`: on the same file
-    system. `token`: of the upload to resume. `room`: a retired file whose blocks a new upload may reuse. Raises
+    system. `token`: of the upload to resume. `spare_file`: a retired file whose blocks a new upload may reuse. Raises
     `StoreMissing`: nothing of the upload is left; `StoreError`: no room (needed and free bytes), no permission.
     """
 
@@ -90,7 +90,7 @@ class PosixUpload(BaseUpload):
         views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         try:
             with (
-                self._ledger.entry(index, buffers) as part,
+                self._ledger.track_part(index, buffers) as part,
                 translate_errors("write", self._path, needed_bytes=part.nbytes),
             ):
                 try:
@@ -156,7 +156,7 @@ class PosixUpload(BaseUpload):
             self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 if spare_file is not None:
-                    self._file = spare_file.take(self._temporary, self._file)
+                    self._file = spare_file.reuse_for(self._temporary, self._file)
                 reserve(self._file, self._path, self._ledger.nbytes)
                 self._direct = open_direct(self._temporary)
                 self._inode = os.fstat(self._file).st_ino
@@ -290,11 +290,11 @@ class PosixUpload(BaseUpload):
             )
 
     def _verify_link(self, directory_fd: int) -> None:
-        temporary_fd = _stat_or_none(self._path.name, directory_fd)
-        if temporary_fd is None:
+        status = _stat_or_none(self._path.name, directory_fd)
+        if status is None:
             self._fail("its temporary file was removed by another writer, and the bytes with it; start over")
         mine = os.fstat(self._file)
-        if (temporary_fd.st_dev, temporary_fd.st_ino, temporary_fd.st_size) != (mine.st_dev, mine.st_ino, self._ledger.nbytes):
+        if (status.st_dev, status.st_ino, status.st_size) != (mine.st_dev, mine.st_ino, self._ledger.nbytes):
             self._fail(
                 "another file stands there, and is left as it is; two writers use this run, start over"
             )

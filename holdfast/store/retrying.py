@@ -39,7 +39,7 @@ class RetryBudget:
     )
 
 
-_CHECK_BUDGET = RetryBudget(attempts_max=6, seconds_max=8.0, wait_seconds_max=2.0, is_told=False)
+_CHECK_BUDGET = RetryBudget(attempts_max=6, seconds_max=8.0, wait_seconds_max=2.0, log_warnings=False)
 """Start-up must report a wrong address within seconds; later the same error may be a server that restarts. A check is
 several requests and starts over when one fails: for a store that fails one in ten, three attempts were not enough."""
 
@@ -66,7 +66,7 @@ class Retrying(StoreWrapper):
         with self._lock:
             return dict(self._failures)
 
-    def forward(self, what: str, call: Callable[[], Result], name: str = "") -> Result:  # noqa: ARG002
+    def forward(self, method: str, call: Callable[[], Result], name: str = "") -> Result:  # noqa: ARG002
         """See `StoreWrapper`. Few attempts for `check`."""
         started = time.monotonic()
         try:
@@ -75,11 +75,11 @@ class Retrying(StoreWrapper):
             if not error.retriable:
                 raise
             first = error
-        return self._retry(what, call, first, started, _CHECK_BUDGET if what == "check" else self._budget)
+        return self._retry(method, call, first, started, _CHECK_BUDGET if method == "check" else self._budget)
 
     def _retry(
         self,
-        what: str,
+        method: str,
         call: Callable[[], Result],
         first: StoreError,
         started: float,
@@ -107,7 +107,7 @@ class Retrying(StoreWrapper):
                 lambda error: isinstance(error, StoreError) and error.retriable
             ),
             before_sleep=lambda state: self._record_failure(
-                what, state, logging.WARNING if limits.is_told else logging.INFO
+                method, state, logging.WARNING if limits.log_warnings else logging.INFO
             ),
         )
         try:
@@ -117,16 +117,16 @@ class Retrying(StoreWrapper):
             tries = over.last_attempt.attempt_number
             start_over = isinstance(last, StoreError) and last.begin_anew
             raise StoreError(
-                f"{last} (given up after {tries} attempts of {what})", retriable=not start_over, begin_anew=start_over
+                f"{last} (given up after {tries} attempts of {method})", retriable=not start_over, begin_anew=start_over
             ) from last
 
-    def _record_failure(self, what: str, state: tenacity.RetryCallState, level: int) -> None:
+    def _record_failure(self, method: str, state: tenacity.RetryCallState, level: int) -> None:
         with self._lock:
-            self._failures[what] += 1
+            self._failures[method] += 1
         error = state.outcome.exception() if state.outcome else None
         wait_seconds = state.next_action.sleep if state.next_action else 0.0
         message = "%s failed (attempt %d), retried in %.1f s: %s"
-        _log.log(level, message, what, state.attempt_number, wait_seconds, error)
+        _log.log(level, message, method, state.attempt_number, wait_seconds, error)
 
 
 def _replay_first_error(first: StoreError, call: Callable[[], Result]) -> Callable[[], Result]:

@@ -114,7 +114,7 @@ class S3Store:
             nbytes=interrupted.nbytes,
             part_bytes=interrupted.part_bytes,
             write_id=interrupted.write_id,
-            begun=interrupted,
+            interrupted=interrupted,
         )
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:

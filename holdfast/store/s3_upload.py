@@ -38,7 +38,7 @@ _PART_CHUNKS_WANTED_MAX = (
     4  # a part waits in the ring until it is whole, and the smallest ring has eight chunks
 )
 _IDLE_SECONDS_MAX = 300.0
-_ENDINGS_MAX = 6
+_CLEANUP_FAILURES_MAX = 6
 
 
 def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
@@ -62,7 +62,7 @@ def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
 
 class S3Upload(BaseUpload):
     """One multipart upload. `write_part`: any thread. `record`: key of the record that names this upload for a sweep.
-    `part_bytes`: from `part_bytes_for`. `write_id`: kept as metadata. `begun`: of another process, to be resumed.
+    `part_bytes`: from `part_bytes_for`. `write_id`: kept as metadata. `interrupted`: of another process, to be resumed.
     Raises `StoreMissing` if the server does not know it.
     """
 
@@ -97,7 +97,7 @@ class S3Upload(BaseUpload):
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """Send a part; the server refuses it if its bytes do not have this CRC-32."""
-        with self._ledger.entry(index, buffers), self._bucket.translated(f"send part {index} of", self._key):
+        with self._ledger.track_part(index, buffers), self._bucket.translate_errors(f"send part {index} of", self._key):
             response = self._bucket.client.upload_part(
                 Bucket=self._bucket.name,
                 Key=self._key,
@@ -160,7 +160,7 @@ class S3Upload(BaseUpload):
 
     def _begin(self) -> str:
         try:
-            with self._bucket.translated("begin upload of", self._key):
+            with self._bucket.translate_errors("begin upload of", self._key):
                 return self._bucket.client.create_multipart_upload(
                     Bucket=self._bucket.name,
                     Key=self._key,
@@ -214,11 +214,11 @@ class S3Upload(BaseUpload):
             self._sent[index] = {"PartNumber": index + 1, "ETag": part["ETag"]}
             if expected is not None:
                 self._sent[index]["ChecksumCRC32"] = expected
-            self._ledger.assume([index])
+            self._ledger.mark_present([index])
 
     def _complete(self) -> None:
         parts = [self._sent[index] for index in range(self._ledger.parts)]
-        with self._bucket.translated("publish", self._key):
+        with self._bucket.translate_errors("publish", self._key):
             self._bucket.client.complete_multipart_upload(
                 Bucket=self._bucket.name,
                 Key=self._key,
@@ -248,7 +248,7 @@ class S3Upload(BaseUpload):
             self._bucket.delete(self._record)
         except StoreError as error:
             self._cleanup_failures += 1
-            if error.retriable and self._cleanup_failures < _ENDINGS_MAX:
+            if error.retriable and self._cleanup_failures < _CLEANUP_FAILURES_MAX:
                 raise
             _log.warning("%s: leftovers of its upload stay until the next sweep: %s", self._name, error)
         self._is_cleaned_up = True

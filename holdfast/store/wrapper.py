@@ -21,8 +21,8 @@ class StoreWrapper:
     def __init__(self, inner: Store) -> None:
         self._inner = inner
 
-    def forward(self, what: str, call: Callable[[], Result], name: str = "") -> Result:  # noqa: ARG002
-        """Make `call`, the method `what` of the wrapped store or upload, about the object `name`."""
+    def forward(self, method: str, call: Callable[[], Result], name: str = "") -> Result:  # noqa: ARG002
+        """Make `call`, the method `method` of the wrapped store or upload, about the object `name`."""
         return call()
 
     def wrap(self, upload: Upload) -> Upload:

@@ -102,7 +102,7 @@ def _read_lines(lines: IO[bytes], path: Path, log: Log, *, is_last: bool) -> Non
         else:
             log.unreadable += 1
         if not is_complete and is_last:
-            log.running.append(str(path))
+            log.unfinished.append(str(path))
 
 
 def parse_line(line: bytes) -> LoggedEvent | None:

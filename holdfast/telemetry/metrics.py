@@ -1,7 +1,7 @@
 """The metrics of stager and flusher for Prometheus, counted from the events that they emit, so that both agree.
 
-    EventLog.emit ──► Metrics.hear ──► counters, histograms ─┐
-                     ring's journal, store's failures ───────┴─► registry ──► /metrics (metrics_page.py)
+    EventLog.emit ──► Metrics.handle_event ──► counters, histograms ─┐
+                     ring's journal, store's failures ───────────────┴─► registry ──► /metrics (metrics_page.py)
 
 docs/monitoring.md says what each metric means. Imported only if metrics are wanted.
 """
@@ -53,8 +53,8 @@ _LEVELS = {"stager": ("staged",), "flusher": ("durable", "verified")}
 
 
 class Metrics:
-    """Metrics of one stager or flusher. `hear`: any thread. Each outcome exists from the start, because Prometheus sees
-    no increase in a counter that first appears with 1.
+    """Metrics of one stager or flusher. `handle_event`: any thread. Each outcome exists from the start, because
+    Prometheus sees no increase in a counter that first appears with 1.
     """
 
     def __init__(self, role: str, run: str, *, clock: Callable[[], float] = time.time) -> None:

@@ -47,7 +47,7 @@ def serve_metrics(
     failures = getattr(store, "failures", None)
     if failures is not None:
         metrics.registry.register(StoreRetries(failures))
-    events.listen(metrics.hear)
+    events.add_listener(metrics.handle_event)
     try:
         server = start_server(config.metrics_address, port, make_wsgi_app(metrics.registry))
     except OSError as error:

@@ -37,15 +37,15 @@ class RankTimes:
     slice_bytes: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # name of the time as in docs/format.md → seconds
 
-    def add_event(self, said: Mapping[str, Any]) -> None:
+    def add_event(self, fields: Mapping[str, Any]) -> None:
         """Add the fields of one event, or of this rank in the checkpoint's record."""
-        self.host = as_text(said.get("host")) or self.host
-        saved = as_number(said.get("saved_at_unix"), TIME_MAX)
+        self.host = as_text(fields.get("host")) or self.host
+        saved = as_number(fields.get("saved_at_unix"), TIME_MAX)
         self.saved_at_unix = self.saved_at_unix if saved is None else saved
-        slice_bytes = as_int(said.get("slice_bytes"))
+        slice_bytes = as_int(fields.get("slice_bytes"))
         self.slice_bytes = self.slice_bytes if slice_bytes is None else slice_bytes
         for name in _TIMES:
-            value = as_number(said.get(name))
+            value = as_number(fields.get(name))
             if value is not None:
                 self.seconds[name] = value
 
@@ -97,7 +97,7 @@ class CheckpointRow:
         self.staged_at_unix = self.staged_at_unix or as_number(known.staged_at_unix, TIME_MAX)
         self.pgt1_seconds = self.pgt1_seconds or as_number(known.pgt1_seconds)
         for rank, times in known.ranks.items():
-            self.ranks.setdefault(rank, RankTimes()).hear(times.to_json())
+            self.ranks.setdefault(rank, RankTimes()).add_event(times.to_json())
 
     def note_save(self, at: float) -> None:
         """Note that a rank called `save()` at this time; the first rank counts."""
@@ -137,16 +137,16 @@ def gather_checkpoints(events: Iterable[LoggedEvent], stored: Sequence[StoredChe
     """Merge the facts from events and manifests."""
     builder = _RowBuilder(stored)
     for event in events:
-        builder.hear(event)
+        builder.add_event(event)
     for one in stored:
-        builder.take(one)
+        builder.add_stored(one)
     return builder.result()
 
 
 class _RowBuilder:
     def __init__(self, stored: Sequence[StoredCheckpoint]) -> None:
         self._rows: dict[CheckpointId, CheckpointRow] = {}
-        self._not_taken: dict[CheckpointId, SkippedStep] = {}
+        self._skipped: dict[CheckpointId, SkippedStep] = {}
         self._attempt: int | None = None
         self._stored_attempts: dict[int, int] = {}
         for one in stored:
@@ -167,9 +167,9 @@ class _RowBuilder:
         elif event.role == "trainer" and event.event in {"save", "staged", "durable"}:
             row = self._row_of_event(event, None)
             times = row.ranks.setdefault(event.rank or 0, RankTimes())
-            times.hear(event.fields)
+            times.add_event(event.fields)
             if times.saved_at_unix is not None:
-                row.save_at(times.saved_at_unix)
+                row.note_save(times.saved_at_unix)
             if event.event == "staged":  # the stager's own log may not be available
                 row.staged_at_unix = row.staged_at_unix or event.time
                 _advance(row, "staged")
@@ -194,7 +194,7 @@ class _RowBuilder:
         pgt1 = as_number(event.fields.get("pgt1_seconds"))
         if pgt1 is not None:
             row.pgt1_seconds = pgt1
-            row.save_at(event.time - min(pgt1, event.time))
+            row.note_save(event.time - min(pgt1, event.time))
         _advance(row, "staged")
 
     def _add_flusher_event(self, event: LoggedEvent, row: CheckpointRow) -> None:
@@ -202,7 +202,7 @@ class _RowBuilder:
         match event.event:
             case "durable":
                 row.durable_at_unix, row.failed_at_unix = event.time, None
-                row.hear_record(event.fields.get("record"))
+                row.add_record(event.fields.get("record"))
                 row.pgt2_seconds = as_number(event.fields.get("pgt2_seconds"))
                 row.staged_at_unix = row.staged_at_unix or event.time
                 row.state, row.note = ("durable", "") if row.state == "failed" else (row.state, row.note)
@@ -229,7 +229,7 @@ class _RowBuilder:
         stated = {name: as_text(event.fields.get(name)) for name in ("cause", "code")}
         cause = cause_from(stated) if any(stated.values()) else _cause_in_old_log(reason)
         kind = "declined" if event.event == "declined" else "failed"
-        one = self._not_taken.setdefault(key, SkippedStep(*key, event.time, kind, cause, reason))
+        one = self._skipped.setdefault(key, SkippedStep(*key, event.time, kind, cause, reason))
         one.ranks += event.role == "trainer"
         if kind == "failed" and one.kind == "declined":
             one.kind = kind
@@ -241,10 +241,10 @@ class _RowBuilder:
         """Add the facts of a manifest, whose state overrides that of the events."""
         row = self._row_for(CheckpointId(one.attempt, one.step))
         row.in_store, row.state, row.image_bytes = True, one.state, one.image_bytes
-        row.hear_record(one.record)
+        row.add_record(one.record)
         saved = as_number(one.saved_at_unix, TIME_MAX)
         if saved is not None:
-            row.save_at(saved)
+            row.note_save(saved)
             row.staged_at_unix = row.staged_at_unix or as_number(saved + one.pgt1_seconds, TIME_MAX)
         row.durable_at_unix = row.durable_at_unix or as_number(one.durable_at_unix, TIME_MAX)
         row.pgt1_seconds = row.pgt1_seconds or as_number(one.pgt1_seconds)
@@ -256,8 +256,8 @@ class _RowBuilder:
         """Return the rows. A step that became durable after a failure was not skipped; a declined one gets no row."""
         done = {key for key, row in self._rows.items() if row.durable_at_unix is not None}
         rows = [row for _, row in sorted(self._rows.items()) if row.state != "declined"]
-        not_taken = [one for key, one in self._not_taken.items() if key not in done]
-        return CheckpointRows(rows, sorted(not_taken, key=lambda one: one.at_unix))
+        skipped = [one for key, one in self._skipped.items() if key not in done]
+        return CheckpointRows(rows, sorted(skipped, key=lambda one: one.at_unix))
 
 
 _ORDER = ("saving", "staged", "durable", "verified", "drifted", "doubtful", "bad")

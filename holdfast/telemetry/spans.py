@@ -1,11 +1,11 @@
 """A trace of each checkpoint for OpenTelemetry, built from the events of stager and flusher, like their metrics.
 
-    EventLog.emit ──► Spans.hear ──► checkpoint   save() to durable (PGT-2), or to the failure
-                                     ├─ save      the call, on the rank with the longest stall          flusher
-                                     ├─ copy      outside save(), on that rank                          flusher
-                                     ├─ stage     save() to staged (PGT-1)                              stager
-                                     ├─ flush     from the flusher's start until durable                flusher
-                                     └─ read_back may begin long after the checkpoint was durable       flusher
+    EventLog.emit ──► Spans.handle_event ──► checkpoint   save() to durable (PGT-2), or to the failure
+                                             ├─ save      the call, on the rank with the longest stall          flusher
+                                             ├─ copy      outside save(), on that rank                          flusher
+                                             ├─ stage     save() to staged (PGT-1)                              stager
+                                             ├─ flush     from the flusher's start until durable                flusher
+                                             └─ read_back may begin long after the checkpoint was durable       flusher
 
 Each span has one sender. The flusher sends the span `checkpoint` of a durable checkpoint; the stager sends that of a
 declined or failed one, and the flusher does if no stager is left.
@@ -154,7 +154,7 @@ class Spans:
 
     def _record_durable(self, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         known = CheckpointRow(*key)
-        known.hear_record(fields.get("record"))  # checks the record, which comes from other processes
+        known.add_record(fields.get("record"))  # checks the record, which comes from other processes
         pgt2_seconds, stalls = fields["pgt2_seconds"], known.stalls
         saved_at = now - pgt2_seconds if known.saved_at_unix is None else known.saved_at_unix
         values = {

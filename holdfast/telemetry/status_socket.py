@@ -55,7 +55,7 @@ def serve_status(
     try:
         yield
     finally:
-        server.end()
+        server.stop()
         thread.join()
         server.close()
         listener.close()
@@ -81,7 +81,7 @@ class _StatusServer:
         os.close(self._wake)
 
     def run(self) -> None:
-        """Accept and answer, until `end`."""
+        """Accept and answer, until `stop`."""
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:

@@ -1,7 +1,7 @@
 """The facts that stager and flusher remember for `holdfast status`, taken from the events that they emit.
 
-    EventLog.emit ─► StatusState.hear ─► newest checkpoints, declined steps, notices, problems, reason of the interval
-                                     └─► StatusState.said ─► `holdfast status`
+    EventLog.emit ─► StatusState.handle_event ─► newest checkpoints, declined steps, notices, problems, the interval
+                                 └─► StatusState.build_document ─► `holdfast status`
 
 The size is bounded: lists keep the newest, texts are cut.
 """
@@ -39,7 +39,10 @@ _STATE_ORDER = ("lost", "silent", "coming", "here", "left")
 
 
 class StatusState:
-    """State of one process for `holdfast status`. Any thread. `ranks`: returns all ranks, called by `said`."""
+    """State of one process for `holdfast status`. Any thread.
+
+    `ranks`: Returns all ranks, called by `build_document`.
+    """
 
     def __init__(
         self,

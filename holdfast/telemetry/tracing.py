@@ -54,7 +54,7 @@ def export_spans(role: Literal["stager", "flusher"], run: str, events: EventLog)
         yield
         return
     _log.info("spans go to %s", ", ".join(names))
-    events.listen(spans.hear)
+    events.add_listener(spans.handle_event)
     try:
         yield
     finally:

@@ -4,8 +4,8 @@
             magic  version  kind  attempt  step  chunk  flags  arg  body_bytes  crc32  body …
 
 docs/wire.md has the byte tables, the meaning of every field per kind, and the state table. Payloads (slices of chunks)
-are raw bytes under a tag of their own, `data_tag(slot)`, in `payload_message_count` messages; a SENT control message has
-their size and CRC.
+are raw bytes under a tag of their own, `data_tag(slot)`, in `payload_message_count` messages; a SENT control message
+has their size and CRC.
 
 Every message is untrusted input. `decode` checks magic, version, kind, sizes and CRC first; `json_body` and the
 message's class, if it has one (welcome.py, state_messages.py), check the body. Each violation is a `ProtocolError`.
@@ -106,7 +106,7 @@ class Frame:
     step: int = 0
     chunk: int = 0
     # SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.AnnouncementKind`. FETCH, FETCHED:
-    # `holdfast.ring.remains.Asked`. PROOF: `holdfast.wire.step_proof.ProofPart`.
+    # `holdfast.ring.remains.FetchKind`. PROOF: `holdfast.wire.step_proof.ProofPart`.
     flags: int = 0
     # CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of the
     # proposal. FETCH, PROOF: attempt of the checkpoint. FETCHED: 1 if the answer is in the body. SEALED, SKIPPED,
@@ -224,7 +224,7 @@ def encode_text(text: str) -> bytes:
 
 
 def decode_text(frame: Frame) -> str:
-    """Decode a `encode_text`; a character that the cut has split becomes U+FFFD."""
+    """Decode the output of `encode_text`; a character that the cut has split becomes U+FFFD."""
     return frame.body[:_TEXT_BYTES_MAX].decode(errors="replace")
 
 

@@ -100,17 +100,17 @@ class LayoutRound:
             return None
         proposals = self._end_round()
         first = proposals[min(alone)]
-        leader = format_ranks(sorted(alone))
+        proposers = format_ranks(sorted(alone))
         if first.refusal is not None:
             code, why = first.refusal
-            return OneSidedRound(tuple(proposals), step, peer_error(code, f"step {step}: {leader}: {why}"))
+            return OneSidedRound(tuple(proposals), step, peer_error(code, f"step {step}: {proposers}: {why}"))
         why = first.change or "its tensors are others than before"
         return OneSidedRound(
             tuple(proposals),
             step,
             StateError(
-                f"step {step}: the state of {leader} has changed, and that of {format_ranks(others)} has not: {why}. All "
-                "ranks must change their tensors, and how these are split, before the same save"
+                f"step {step}: the state of {proposers} has changed, and that of {format_ranks(others)} has not: {why}. "
+                "All ranks must change their tensors, and how these are split, before the same save"
             ),
         )
 
@@ -147,7 +147,7 @@ class LayoutRound:
     def _end_round(self) -> dict[int, Proposal]:
         """Begin the next round; return the proposals of this one."""
         proposals, self._proposals = self._proposals, {}
-        self._reader.forget()
+        self._reader.reset()
         return proposals
 
     def _end_for_lost_rank(self) -> HoldfastError:
@@ -193,8 +193,8 @@ def _agree(proposals: Sequence[Proposal]) -> Agreement:
             if sorted(str(row[0]) for row in proposal.table) != named:
                 return Agreement(0, {}, asks_stages=True)
             raise StateError(
-                f"rank {other}: {describe_difference(first, proposal)}; every rank must hand over the same state. A model that "
-                "is split among the ranks (shards, experts): hand over each rank's part as Split(tensor, shape, "
+                f"rank {other}: {describe_difference(first, proposal)}; every rank must hand over the same state. A "
+                "model that is split among the ranks (shards, experts): hand over each rank's part as Split(tensor, shape, "
                 "start), under the same names on all ranks"
             )
         sums = [proposal.sums for proposal in proposals]
@@ -242,8 +242,8 @@ def _build_patterns(
     members: Sequence[int],
     sums: Sequence[Sequence[int]],
 ) -> tuple[tuple[Pattern, ...], tuple[tuple[int, int], ...]]:
-    """The patterns of split tensors, and the pattern of each row. `saids`: split row → the region of each group, or
-    None. `members`: by rank, its group. `sums`: by rank, one for each row. Raises `StateError`: regions overlap or
+    """The patterns of split tensors, and the pattern of each row. `region_numbers`: split row → the region of each
+    group, or None. `members`: by rank, its group. `sums`: by rank, one for each row. Raises `StateError`: regions overlap or
     leave a gap, or ranks with the same region hold other bytes there.
     """
     numbers: dict[Pattern, int] = {}
@@ -252,10 +252,10 @@ def _build_patterns(
     split_rows: list[tuple[int, int]] = []
     for row, of_groups in region_numbers.items():
         path, _, shape, _ = table[row]
-        ranks_by_refusal = tuple(of_groups)
-        number = by_regions.get((ranks_by_refusal, *shape))
+        numbers_of_groups = tuple(of_groups)
+        number = by_regions.get((numbers_of_groups, *shape))
         if number is None:
-            numbers_held = [ranks_by_refusal[group] for group in members]
+            numbers_held = [numbers_of_groups[group] for group in members]
             held = [
                 None if one is None else proposals[rank].held.regions[one]
                 for rank, one in enumerate(numbers_held)
@@ -268,7 +268,7 @@ def _build_patterns(
                     f"tensor {path}: {error}; the parts that ranks hand over must make up the whole, each part once or "
                     "the same on several ranks"
                 ) from error
-            number = by_regions[ranks_by_refusal, *shape] = numbers.setdefault(pattern, len(numbers))
+            number = by_regions[numbers_of_groups, *shape] = numbers.setdefault(pattern, len(numbers))
         split_rows.append((row, number))
     patterns = tuple(numbers)
     _check_holders(table, patterns, split_rows, {rank: of for rank, of in enumerate(sums) if of})
@@ -326,7 +326,10 @@ def describe_difference(first: Proposal, other: Proposal) -> str:
 
 def _describe_row_difference(expected: list[Any], got: list[Any]) -> str:
     if expected[0] != got[0]:
-        return f"expected tensor {expected[0]} {_describe_row(expected)} as on rank 0, got tensor {got[0]} {_describe_row(got)} there"
+        return (
+            f"expected tensor {expected[0]} {_describe_row(expected)} as on rank 0, got tensor {got[0]} "
+            f"{_describe_row(got)} there"
+        )
     return f"tensor {expected[0]}: expected {_describe_row(expected)} as on rank 0, got {_describe_row(got)}"
 
 

@@ -1,7 +1,7 @@
 """A pace is the interval at which all ranks save; these are its messages.
 
-    rank 0 ── WISH: Wish ──► stager/interval_agreement.py ── SAVE_EVERY: Pace ──► every rank
-                                                          ◄───────── HERE ──────────┘
+    rank 0 ── WISH: PaceRequest ──► stager/interval_agreement.py ── SAVE_EVERY: Pace ──► every rank
+                                                                 ◄───────── HERE ──────────┘
 
 Bodies are untrusted input: a wrong field is a `ProtocolError`.
 """

@@ -127,7 +127,8 @@ def _reject_duplicates(paths: Sequence[str], who: str) -> None:
     duplicate = _first_duplicate(paths)
     if duplicate:
         raise StateError(
-            f"{who}: two tensors are named {duplicate}, and the ranks hold different tensors: give each a name of its own"
+            f"{who}: two tensors are named {duplicate}, and the ranks hold different tensors: give each a name of its "
+            "own"
         )
 
 
@@ -143,13 +144,13 @@ def _first_duplicate(names: Sequence[str]) -> str:
 
 def _merge(union: Any, other: Any, where: str, rank: int) -> None:
     if isinstance(union, _Dict) and isinstance(other, _Dict):
-        for key, node in other.below.items():
+        for key, node in other.children.items():
             at = f"{where}/{key}" if where else str(key)
-            if key in union.below:
-                _merge(union.below[key], node, at, rank)
+            if key in union.children:
+                _merge(union.children[key], node, at, rank)
             else:
                 _reject_plain_values(node, at, rank)
-                union.below[key] = node
+                union.children[key] = node
         union.versions = {**other.versions, **union.versions}
     elif isinstance(union, list) and isinstance(other, list):
         if len(union) != len(other):
@@ -178,8 +179,8 @@ def _plain_values(node: Any, where: str) -> Iterator[str]:
     if node is None or isinstance(node, list):
         yield where
     elif isinstance(node, _Dict):
-        for key, below in node.below.items():
-            yield from _plain_values(below, f"{where}/{key}")
+        for key, child in node.children.items():
+            yield from _plain_values(child, f"{where}/{key}")
 
 
 def _unite_groups(stages: Sequence[Stage]) -> dict[str, list[list[str]]]:
@@ -222,15 +223,15 @@ def _parse_outline(outline: Any, rows: int, paths: Sequence[str] = (), depth: in
         if outline[0] == "l" and len(outline) == 2 and isinstance(outline[1], list):
             return [_parse_outline(one, rows, paths, depth + 1) for one in outline[1]]
         if outline[0] == "d" and len(outline) == 3 and isinstance(outline[1], list):
-            below = {}
+            children = {}
             for pair in outline[1]:
                 if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int)):
                     raise ProtocolError(
                         f"an outline with {pair!r:.80}, expected a key and what it stands for"
                     )
-                below[pair[0]] = _parse_outline(pair[1], rows, paths, depth + 1)
-            if isinstance(outline[2], dict) and len(below) == len(outline[1]):
-                return _Dict(below, outline[2])
+                children[pair[0]] = _parse_outline(pair[1], rows, paths, depth + 1)
+            if isinstance(outline[2], dict) and len(children) == len(outline[1]):
+                return _Dict(children, outline[2])
     raise ProtocolError(
         f"an outline with {outline!r:.80}, expected a row, null, or a list or dict of outlines"
     )
@@ -240,8 +241,8 @@ def _leaves(node: Any) -> Iterator[_Leaf]:
     if isinstance(node, _Leaf):
         yield node
     elif isinstance(node, _Dict | list):
-        for below in node.below.values() if isinstance(node, _Dict) else node:
-            yield from _leaves(below)
+        for child in node.children.values() if isinstance(node, _Dict) else node:
+            yield from _leaves(child)
 
 
 def _to_outline(node: Any, numbers: Iterator[int]) -> _Outline:
@@ -250,11 +251,11 @@ def _to_outline(node: Any, numbers: Iterator[int]) -> _Outline:
     if isinstance(node, list):
         return ["l", [_to_outline(one, numbers) for one in node]]
     if isinstance(node, _Dict):
-        return ["d", [[key, _to_outline(one, numbers)] for key, one in node.below.items()], node.versions]
+        return ["d", [[key, _to_outline(one, numbers)] for key, one in node.children.items()], node.versions]
     return None
 
 
 def _describe_node(node: Any) -> str:
     if isinstance(node, _Dict):
-        return f"a dict of {json.dumps([*node.below][:3])}"
+        return f"a dict of {json.dumps([*node.children][:3])}"
     return {_Leaf: "a tensor", list: "a list with tensors"}.get(type(node), "a plain value")

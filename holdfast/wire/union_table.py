@@ -56,8 +56,8 @@ def union_of(proposals: Sequence[Proposal], stages: Sequence[Stage]) -> UnionTab
             other = other if everywhere else [path, _dtype(other), *other[2:]]
             if other != row:
                 raise StateError(
-                    f"rank {rank}: tensor {path}: expected {_describe_row(row)} as on rank {first}, got {_describe_row(other)}; "
-                    "equal names stand for one tensor: name each layer as the whole model does"
+                    f"rank {rank}: tensor {path}: expected {_describe_row(row)} as on rank {first}, got "
+                    f"{_describe_row(other)}; equal names stand for one tensor: name each layer as the whole model does"
                 )
         split = row[3] == SPLIT
         if not everywhere:

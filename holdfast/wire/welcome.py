@@ -54,12 +54,12 @@ class Welcome:
             raise ProtocolError(f"WELCOME: ring is {document['ring']!r:.80}, expected str")
         seen = FailureCount.from_json(document.get("seen"))
         welcome = cls(**{name: document[name] for name in cls.__slots__ if name != "seen"}, seen=seen)
-        whole_numbers = (
+        numbers = (
             *(welcome.attempt, welcome.chunk_bytes, welcome.ring_chunks, welcome.ranks),
             *(welcome.share, welcome.shares),
         )
         seconds = (welcome.beat_seconds, welcome.offer_seconds_max)
-        if not all(0 < number < WHOLE_MAX for number in whole_numbers) or not all(
+        if not all(0 < number < WHOLE_MAX for number in numbers) or not all(
             0 < s < _SECONDS_MAX for s in seconds
         ):
             raise ProtocolError(

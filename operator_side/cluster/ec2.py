@@ -73,9 +73,9 @@ class Ec2:
         self._file = file
         self._client = client if client is not None else _client(file.region)
 
-    def nodes(self, marks: Mapping[str, str]) -> tuple[Node, ...]:
+    def nodes(self, tags: Mapping[str, str]) -> tuple[Node, ...]:
         """Return every machine with all these tags, including terminated ones that EC2 still lists."""
-        filters = [{"Name": f"tag:{name}", "Values": [value]} for name, value in marks.items()]
+        filters = [{"Name": f"tag:{name}", "Values": [value]} for name, value in tags.items()]
         pages = self._pages("describe_instances", "Reservations", Filters=filters)
         return tuple(_node(instance) for group in pages for instance in group["Instances"])
 
@@ -139,11 +139,11 @@ class Ec2:
                 "MinTargetCapacity": order.on_demand,
                 **same,
             }
-        said = self._call_refusable("create_fleet", f"a fleet of {order.nodes}", **request)
-        if isinstance(said, FleetAnswer):
-            return said
-        ids = tuple(i for group in said.get("Instances", ()) for i in group.get("InstanceIds", ()))
-        errors = said.get("Errors", ())
+        response = self._call_refusable("create_fleet", f"a fleet of {order.nodes}", **request)
+        if isinstance(response, FleetAnswer):
+            return response
+        ids = tuple(i for group in response.get("Instances", ()) for i in group.get("InstanceIds", ()))
+        errors = response.get("Errors", ())
         codes = tuple(dict.fromkeys(e.get("ErrorCode", "unknown") for e in errors))
         message = "; ".join(dict.fromkeys(e.get("ErrorMessage", "") for e in errors))
         if len(ids) < order.nodes:
@@ -153,7 +153,7 @@ class Ec2:
 
     def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> FleetAnswer:
         """Start one on-demand machine."""
-        said = self._call_refusable(
+        response = self._call_refusable(
             "run_instances",
             "the stager",
             ClientToken=token,
@@ -163,9 +163,9 @@ class Ec2:
             SubnetId=subnet,
             TagSpecifications=[_tagged("instance", tags), _tagged("volume", tags)],
         )
-        if isinstance(said, FleetAnswer):
-            return said
-        return FleetAnswer(tuple(instance["InstanceId"] for instance in said["Instances"]))
+        if isinstance(response, FleetAnswer):
+            return response
+        return FleetAnswer(tuple(instance["InstanceId"] for instance in response["Instances"]))
 
     def terminate(self, ids: Sequence[str]) -> None:
         """Terminate these machines. Machines that no longer exist are not an error."""
@@ -177,9 +177,9 @@ class Ec2:
             if "InvalidInstanceID.NotFound" not in str(error):
                 raise
 
-    def leftovers(self, marks: Mapping[str, str]) -> tuple[str, ...]:
+    def leftovers(self, tags: Mapping[str, str]) -> tuple[str, ...]:
         """Return ids of volumes, network interfaces and open spot requests with these tags."""
-        filters = [{"Name": f"tag:{name}", "Values": [value]} for name, value in marks.items()]
+        filters = [{"Name": f"tag:{name}", "Values": [value]} for name, value in tags.items()]
         volumes = self._pages("describe_volumes", "Volumes", Filters=filters)
         interfaces = self._pages("describe_network_interfaces", "NetworkInterfaces", Filters=filters)
         requests = self._pages("describe_spot_instance_requests", "SpotInstanceRequests", Filters=filters)
@@ -211,20 +211,20 @@ class Ec2:
         found: list[Any] = []
         token: dict[str, str] = {}
         while True:
-            said = self._call(operation, operation, **arguments, **token)
-            found += said.get(key, [])
-            if not said.get("NextToken"):
+            response = self._call(operation, operation, **arguments, **token)
+            found += response.get(key, [])
+            if not response.get("NextToken"):
                 return found
-            token = {"NextToken": said["NextToken"]}
+            token = {"NextToken": response["NextToken"]}
 
     def _call_refusable(self, operation: str, what: str, **arguments: Any) -> Any:
         """Call EC2; turn a refusal for lack of capacity into a `FleetAnswer` with its code."""
         try:
             return self._call(operation, what, **arguments)
         except (ConfigError, PeerLost) as error:
-            said = getattr(error.__cause__, "response", {}).get("Error", {})
-            if said.get("Code") in _REFUSALS:
-                return FleetAnswer((), (said["Code"],), said.get("Message", ""))
+            details = getattr(error.__cause__, "response", {}).get("Error", {})
+            if details.get("Code") in _REFUSALS:
+                return FleetAnswer((), (details["Code"],), details.get("Message", ""))
             raise
 
     def _raise_unexpected(self, codes: Sequence[str], message: str) -> None:
@@ -254,8 +254,8 @@ class Ec2:
 
 
 def _explain_error(error: Any, what: str, region: str) -> ConfigError | PeerLost:
-    said = error.response.get("Error", {})
-    code, message = str(said.get("Code", "unknown")), str(said.get("Message", ""))
+    details = error.response.get("Error", {})
+    code, message = str(details.get("Code", "unknown")), str(details.get("Message", ""))
     where = f"EC2 in {region}, {what}: {code}: {message}"
     for codes, advice in _ADVICE.items():
         if re.fullmatch(codes, code):

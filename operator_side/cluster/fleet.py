@@ -19,40 +19,40 @@ _log = logging.getLogger("holdfast.cluster")
 
 
 class Ec2Fleet(Fleet):
-    """The running trainers as hosts. `wish`: the request given to `up`, to replace lost trainers in the same zone."""
+    """The running trainers as hosts. `request`: the one given to `up`, to replace lost trainers in the same zone."""
 
     def __init__(
-        self, name: str, cluster: Cluster, *, slots: int, wish: FleetRequest | None, budget: Budget
+        self, name: str, cluster: Cluster, *, slots: int, request: FleetRequest | None, budget: Budget
     ) -> None:
         self.name, self._cluster = name, cluster
-        self._slots, self._request, self._budget = slots, wish, budget
+        self._slots, self._request, self._budget = slots, request, budget
 
-    def look(self) -> tuple[Host, ...]:
+    def list_hosts(self) -> tuple[Host, ...]:
         """Return the running trainers, the oldest first. A trainer that is shutting down counts as gone."""
         return tuple(Host(node.address, self._slots) for node in self._cluster.running())
 
-    def replace(self, wanted: int) -> None:
+    def request_hosts(self, wanted: int) -> None:
         """Request the missing trainers. Without capacity or budget, log a warning; a later call tries again."""
         if self._request is None or wanted <= 0:
             return
         try:
-            made = self._cluster.replace(self._request, self._budget)
+            started = self._cluster.replace_lost(self._request, self._budget)
         except (BusyError, ConfigError) as error:
             _log.warning("lost trainers are not replaced yet; holdfast will try again: %s", error)
             return
-        if made:
-            _log.warning("started %d trainers in place of lost ones: %s", len(made), ", ".join(made))
+        if started:
+            _log.warning("started %d trainers in place of lost ones: %s", len(started), ", ".join(started))
 
 
 def load_fleet(path: Path) -> Ec2Fleet:
     """Make the fleet of `holdfast run --cluster FILE`. Raises `ConfigError`: the file is not an output of Terraform."""
     file = ClusterFile.load(path)
     cluster = Cluster(file, Ec2(file), file.state_path)
-    wish, budget, slots = None, Budget(), 1
+    request, budget, slots = None, Budget(), 1
     try:
         saved = json.loads(file.settings_path.read_text())
         slots, budget = int(saved.pop("slots")), Budget(**saved.pop("budget"))
-        wish = TypeAdapter(FleetRequest).validate_python(saved)
+        request = TypeAdapter(FleetRequest).validate_python(saved)
     except FileNotFoundError:
         _log.warning(
             "`holdfast cluster up` was not run here: one rank runs on each node, and lost nodes are not replaced"
@@ -61,4 +61,4 @@ def load_fleet(path: Path) -> Ec2Fleet:
         raise ConfigError(
             f"{file.settings_path}: {error!r}; remove it and run `holdfast cluster up` again"
         ) from error
-    return Ec2Fleet(f"EC2 in {file.region}", cluster, slots=slots, wish=wish, budget=budget)
+    return Ec2Fleet(f"EC2 in {file.region}", cluster, slots=slots, request=request, budget=budget)

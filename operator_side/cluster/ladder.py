@@ -55,38 +55,38 @@ class Order:
     on_demand: int = 0
 
 
-def first_order(wish: FleetRequest) -> Order:
-    return Order(wish.types, wish.subnets[0], wish.nodes)
+def first_order(request: FleetRequest) -> Order:
+    return Order(request.types, request.subnets[0], request.nodes)
 
 
-def next_order(wish: FleetRequest, order: Order, codes: Collection[str]) -> Order | None:
+def next_order(request: FleetRequest, order: Order, codes: Collection[str]) -> Order | None:
     """Return the request after these error codes; None: give up. The strictest code wins: quotas apply everywhere."""
     known = set(codes)
     if known - CAPACITY - SPOT_QUOTA - VCPU_QUOTA - PRICE:
         return None
     if known & VCPU_QUOTA:
-        return _fewer(wish, replace(order, on_demand=0)) if not order.on_demand else None
+        return _fewer(request, replace(order, on_demand=0)) if not order.on_demand else None
     if known & SPOT_QUOTA:
-        return _fewer(wish, order) or _on_demand(wish, order)
+        return _fewer(request, order) or _on_demand(request, order)
     if known & PRICE:
-        return _other_place(wish, order)
-    return _other_place(wish, order) or _fewer(wish, order) or _on_demand(wish, order)
+        return _other_place(request, order)
+    return _other_place(request, order) or _fewer(request, order) or _on_demand(request, order)
 
 
-def _other_place(wish: FleetRequest, order: Order) -> Order | None:
-    if wish.more_types and order.types == wish.types:
-        return replace(order, types=wish.types + wish.more_types)
-    where = wish.subnets.index(order.subnet) + 1
-    return replace(order, subnet=wish.subnets[where]) if where < len(wish.subnets) else None
+def _other_place(request: FleetRequest, order: Order) -> Order | None:
+    if request.more_types and order.types == request.types:
+        return replace(order, types=request.types + request.more_types)
+    where = request.subnets.index(order.subnet) + 1
+    return replace(order, subnet=request.subnets[where]) if where < len(request.subnets) else None
 
 
-def _fewer(wish: FleetRequest, order: Order) -> Order | None:
-    if order.nodes <= wish.nodes_min:
+def _fewer(request: FleetRequest, order: Order) -> Order | None:
+    if order.nodes <= request.nodes_min:
         return None
-    return replace(order, nodes=order.nodes - 1, subnet=wish.subnets[0])
+    return replace(order, nodes=order.nodes - 1, subnet=request.subnets[0])
 
 
-def _on_demand(wish: FleetRequest, order: Order) -> Order | None:
-    if order.on_demand >= min(wish.on_demand_max, order.nodes):
+def _on_demand(request: FleetRequest, order: Order) -> Order | None:
+    if order.on_demand >= min(request.on_demand_max, order.nodes):
         return None
-    return replace(order, on_demand=order.on_demand + 1, subnet=wish.subnets[0])
+    return replace(order, on_demand=order.on_demand + 1, subnet=request.subnets[0])

@@ -43,8 +43,8 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class StartedCluster:
-    """The cluster after `up`. `made`: ids of the machines that this call started; the others existed before."""
+class RaisedCluster:
+    """The cluster after `up`. `started_ids`: ids of the machines that this call started; the others existed before."""
 
     generation: str
     trainers: tuple[Node, ...]
@@ -54,7 +54,7 @@ class StartedCluster:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The cluster now. `taken`: preempted machines. `per_hour`: US dollars at current spot prices; None: unknown."""
+    """The cluster now. `preempted`: taken by EC2. `per_hour`: US dollars at current spot prices; None: unknown."""
 
     trainers: tuple[Node, ...]
     stagers: tuple[Node, ...]
@@ -79,7 +79,7 @@ class Cluster:
 
     # -- up --------------------------------------------------------------------------------------------------------
 
-    def up(self, wish: FleetRequest, budget: Budget, *, seconds_max: float = 600.0) -> StartedCluster:
+    def up(self, request: FleetRequest, budget: Budget, *, seconds_max: float = 600.0) -> RaisedCluster:
         """Start the missing machines. Raises `ConfigError`: the user must fix credentials, templates, budget or quota;
         `BusyError`: EC2 has no capacity; no trainer of this call is left running; `FencedError`: another cluster uses
         the store; `PeerLost`: EC2 does not answer, or machines do not start.
@@ -87,14 +87,14 @@ class Cluster:
         self._reject_foreign()
         self._cloud.check_templates()
         generation = self._generation()
-        made: list[str] = []
+        started_ids: list[str] = []
         trainers = self._live(TRAIN)
-        if len(trainers) < wish.nodes_min or not trainers:
-            made += self._start_trainers(wish, budget, generation, trainers)
-            trainers = self._wait_until_running(TRAIN, made, seconds_max)
+        if len(trainers) < request.nodes_min or not trainers:
+            started_ids += self._start_trainers(request, budget, generation, trainers)
+            trainers = self._wait_until_running(TRAIN, started_ids, seconds_max)
         if not self._live(STAGE):
             answer = self._cloud.create_stager(
-                trainers[0].subnet or wish.subnets[0],
+                trainers[0].subnet or request.subnets[0],
                 self._tags(STAGE, generation),
                 self._token(generation, STAGE, self._count_nodes(STAGE, generation)),
             )
@@ -103,26 +103,29 @@ class Cluster:
                     f"the stager was not started: {', '.join(answer.codes)}: {answer.message}; the {len(trainers)} "
                     "trainers run and cost money: run the same command again, or `holdfast cluster down`"
                 )
-            made += answer.ids
-        wanted = [*made, *(node.id for node in trainers)]
-        self._wait_until_running(STAGE, [i for i in made if i not in {n.id for n in trainers}], seconds_max)
+            started_ids += answer.ids
+        wanted = [*started_ids, *(node.id for node in trainers)]
+        new = [i for i in started_ids if i not in {n.id for n in trainers}]
+        self._wait_until_running(STAGE, new, seconds_max)
         trainers = tuple(node for node in self._live(TRAIN) if node.id in wanted)
         self._state.unlink(missing_ok=True)
-        return StartedCluster(generation, trainers, self._live(STAGE)[0], tuple(made))
+        return RaisedCluster(generation, trainers, self._live(STAGE)[0], tuple(started_ids))
 
-    def replace_lost(self, wish: FleetRequest, budget: Budget) -> tuple[str, ...]:
+    def replace_lost(self, request: FleetRequest, budget: Budget) -> tuple[str, ...]:
         """Start the missing trainers in the zone of the running ones. Return the ids of the new trainers."""
         live = self._live(TRAIN)
-        if len(live) >= wish.nodes:
+        if len(live) >= request.nodes:
             return ()
         generation = live[0].generation if live else self._generation()
-        return tuple(self._start_trainers(wish, budget, generation, live))
+        return tuple(self._start_trainers(request, budget, generation, live))
 
-    def _start_trainers(self, wish: FleetRequest, budget: Budget, generation: str, live: Sequence[Node]) -> list[str]:
+    def _start_trainers(
+        self, request: FleetRequest, budget: Budget, generation: str, live: Sequence[Node]
+    ) -> list[str]:
         live_count = len(live)
-        subnets = tuple(dict.fromkeys(n.subnet for n in live if n.subnet)) or wish.subnets
+        subnets = tuple(dict.fromkeys(n.subnet for n in live if n.subnet)) or request.subnets
         missing = replace(
-            wish, subnets=subnets, nodes=wish.nodes - live_count, nodes_min=max(1, wish.nodes_min - live_count)
+            request, subnets=subnets, nodes=request.nodes - live_count, nodes_min=max(1, request.nodes_min - live_count)
         )
         order: Order | None = first_order(missing)
         refused = []
@@ -151,7 +154,7 @@ class Cluster:
         others = [
             node
             for node in self._cloud.nodes({"Store": self._file.store_url})
-            if node.is_live and any(node.tags.get(name) != value for name, value in self._file.marks.items())
+            if node.is_live and any(node.tags.get(name) != value for name, value in self._file.identifying_tags.items())
         ]
         if others:
             names = ", ".join(
@@ -197,7 +200,7 @@ class Cluster:
         """Wait until these machines are running. EC2 lists a new machine only after a while."""
         deadline = self._clock() + seconds_max
         while True:
-            nodes = {node.id: node for node in self._cloud.nodes(self._file.marks) if node.role == role}
+            nodes = {node.id: node for node in self._cloud.nodes(self._file.identifying_tags) if node.role == role}
             ended = [i for i in ids if i in nodes and not nodes[i].is_live]
             if ended:
                 raise PeerLost(
@@ -216,11 +219,11 @@ class Cluster:
     # -- status ----------------------------------------------------------------------------------------------------
 
     def status(self, budget: Budget) -> ClusterStatus:
-        nodes = self._cloud.nodes(self._file.marks)
+        nodes = self._cloud.nodes(self._file.identifying_tags)
         live = [node for node in nodes if node.is_live]
         trainers = tuple(n for n in live if n.role == TRAIN)
         stagers = tuple(n for n in live if n.role == STAGE)
-        taken = tuple(n for n in nodes if n.reason.startswith("Server.Spot"))
+        preempted = tuple(n for n in nodes if n.reason.startswith("Server.Spot"))
         per_hour: float | None = None
         on_demand = [n for n in trainers if not n.is_spot]
         if not on_demand or budget.on_demand_per_hour is not None:
@@ -229,7 +232,7 @@ class Cluster:
                 per_hour += len(on_demand) * (budget.on_demand_per_hour or 0.0)
             except ConfigError as error:
                 _log.warning("%s", error)
-        return ClusterStatus(trainers, stagers, taken, per_hour)
+        return ClusterStatus(trainers, stagers, preempted, per_hour)
 
     def _spot_cost(self, nodes: Sequence[Node]) -> float:
         spot = [(node.type, node.zone) for node in nodes if node.is_spot]
@@ -250,12 +253,12 @@ class Cluster:
         deadline = self._clock() + seconds_max
         ended: dict[str, None] = {}
         while True:
-            left = [n.id for n in self._cloud.nodes(self._file.marks) if n.state != "terminated"]
+            left = [n.id for n in self._cloud.nodes(self._file.identifying_tags) if n.state != "terminated"]
             fresh = [i for i in left if i not in ended]
             if fresh:  # an `up` that runs elsewhere may have started new ones
                 self._cloud.terminate(fresh)
                 ended.update(dict.fromkeys(fresh))
-            rest = (*left, *self._cloud.leftovers(self._file.marks)) if not left else tuple(left)
+            rest = (*left, *self._cloud.leftovers(self._file.identifying_tags)) if not left else tuple(left)
             if not rest:
                 self._state.unlink(missing_ok=True)
                 return tuple(ended)
@@ -267,23 +270,24 @@ class Cluster:
                 )
             self._sleep(_POLL_SECONDS)
 
-    # -- marks -----------------------------------------------------------------------------------------------------
+    # -- tags ------------------------------------------------------------------------------------------------------
 
     def running(self) -> tuple[Node, ...]:
         """Return the running trainers, the oldest first."""
         return tuple(node for node in self._live(TRAIN) if node.state == "running" and node.address)
 
     def _live(self, role: str) -> tuple[Node, ...]:
-        nodes = [n for n in self._cloud.nodes(self._file.marks) if n.is_live and n.role == role]
+        nodes = [n for n in self._cloud.nodes(self._file.identifying_tags) if n.is_live and n.role == role]
         return tuple(sorted(nodes, key=lambda node: (node.launched, node.id)))
 
     def _count_nodes(self, role: str, generation: str) -> int:
         """Count all machines of this generation: the token changes after a loss, but not if `up` resumes."""
-        return sum(n.role == role and n.generation == generation for n in self._cloud.nodes(self._file.marks))
+        nodes = self._cloud.nodes(self._file.identifying_tags)
+        return sum(n.role == role and n.generation == generation for n in nodes)
 
     def _generation(self) -> str:
         """Return the generation of live machines or of an interrupted `up`, else a new one, recorded before its use."""
-        live = [n.generation for n in self._cloud.nodes(self._file.marks) if n.is_live and n.generation]
+        live = [n.generation for n in self._cloud.nodes(self._file.identifying_tags) if n.is_live and n.generation]
         if live:
             return max(live)
         try:
@@ -305,7 +309,7 @@ class Cluster:
     def _tags(self, role: str, generation: str) -> dict[str, str]:
         return {
             **self._file.tags,
-            **self._file.marks,
+            **self._file.identifying_tags,
             "Role": role,
             "Generation": generation,
             "Store": self._file.store_url,

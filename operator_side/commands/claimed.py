@@ -25,14 +25,14 @@ _HEARTBEAT_SECONDS = 5.0
 @contextmanager
 def claimed(store: Store) -> Iterator[LeasedRun]:
     """Hold the lease of the run, after a sweep of unfinished uploads. Raises `FencedError`: another writer holds it."""
-    claim = Lease.take(store, heartbeat_seconds=_HEARTBEAT_SECONDS)
+    lease = Lease.acquire(store, heartbeat_seconds=_HEARTBEAT_SECONDS)
     try:
-        guarded_store = guarded(store, lambda: claim.check(at_once=True))
+        guarded_store = guarded(store, lambda: lease.check(without_retries=True))
         guarded_store.sweep(_is_not_tool_file)
-        clear_intents(guarded_store, claim.attempt, _is_not_tool_file)
-        yield LeasedRun(guarded_store, claim.attempt, _lease_check(claim))
+        clear_intents(guarded_store, lease.attempt, _is_not_tool_file)
+        yield LeasedRun(guarded_store, lease.attempt, _lease_check(lease))
     finally:
-        claim.release()
+        lease.release()
 
 
 def read_back(store: Store, manifest: Manifest, *, quiet: bool) -> Manifest:
@@ -42,7 +42,7 @@ def read_back(store: Store, manifest: Manifest, *, quiet: bool) -> Manifest:
     state = State.VERIFIED if report.ok else State.BAD
     note = "" if report.ok else report.summary()
     if report.nonfinite is not None and report.nonfinite.values:
-        _log.warning("%s: %s", manifest.file, report.nonfinite.told())
+        _log.warning("%s: %s", manifest.file, report.nonfinite.describe())
     done = manifest.model_copy(update={"state": state, "note": note[:4096], "nonfinite": report.nonfinite})
     store.write(manifest_name(manifest.file), done.to_bytes())
     return done
@@ -64,19 +64,19 @@ def _is_not_tool_file(own: str) -> bool:
     return not own.startswith(ASSEMBLY)
 
 
-def _lease_check(claim: Lease) -> Callable[[], None]:
+def _lease_check(lease: Lease) -> Callable[[], None]:
     """Return a check of the lease that also renews the lease when that is due."""
     last_beat = [time.monotonic()]
 
     def check() -> None:
         if time.monotonic() - last_beat[0] < _HEARTBEAT_SECONDS:
-            claim.check()
+            lease.check()
             return
         last_beat[0] = time.monotonic()
         try:
-            claim.beat()
+            lease.beat()
         except StoreError as error:
             _log.warning("the claim on the run could not be renewed: %s", error)
-            claim.check()
+            lease.check()
 
     return check

@@ -104,11 +104,11 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     """
     from operator_side.cluster.ladder import FleetRequest
 
-    file, raised_by = _cluster(path)
+    file, machines = _cluster(path)
     nodes_min = options["nodes_min"] or options["nodes"]
     if nodes_min > options["nodes"]:
         raise ConfigError(f"--nodes-min {nodes_min} is more than --nodes {options['nodes']}")
-    wish = FleetRequest(
+    request = FleetRequest(
         _names(options["types"], "--types"),
         tuple(dict.fromkeys((file.subnet_id, *options["subnets"]))),
         options["nodes"],
@@ -118,9 +118,9 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     )
     budget = _budget(options)
     file.settings_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    settings = {**dataclasses.asdict(wish), "budget": dataclasses.asdict(budget), "slots": options["slots"]}
+    settings = {**dataclasses.asdict(request), "budget": dataclasses.asdict(budget), "slots": options["slots"]}
     file.settings_path.write_text(json.dumps(settings))
-    raised = raised_by.up(wish, budget, seconds_max=options["wait_seconds_max"])
+    raised = machines.up(request, budget, seconds_max=options["wait_seconds_max"])
     lines = _hostfile(raised.trainers, options)
     ranks = len(raised.trainers) * options["slots"]
     # Open MPI refuses --host beside --hostfile: "already filled"
@@ -134,7 +134,7 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
         print_json(
             {
                 "generation": raised.generation,
-                "made": list(raised.made),
+                "made": list(raised.started_ids),
                 "hostfile": lines,
                 "mpirun": mpirun,
                 "run": supervised,
@@ -165,7 +165,7 @@ def status(as_json: bool, path: Path, **options: Any) -> None:
     JSON: {"per_hour", "nodes": [as of up], "taken": [as of up, "reason"]}. per_hour is null if a price is unknown.
     """
     _, found = _cluster(path)
-    standing = found.standing(_budget(options))
+    standing = found.status(_budget(options))
     _hostfile([n for n in standing.trainers if n.state == "running"], options)
     nodes = (*standing.trainers, *standing.stagers)
     if as_json:
@@ -173,11 +173,11 @@ def status(as_json: bool, path: Path, **options: Any) -> None:
             {
                 "per_hour": None if standing.per_hour is None else round(standing.per_hour, 4),
                 "nodes": [_document(node) for node in nodes],
-                "taken": [{**_document(node), "reason": node.reason} for node in standing.taken],
+                "taken": [{**_document(node), "reason": node.reason} for node in standing.preempted],
             }
         )
     else:
-        _show_nodes((*nodes, *standing.taken))
+        _show_nodes((*nodes, *standing.preempted))
         cost = (
             "the price is not known" if standing.per_hour is None else f"{standing.per_hour:.2f} USD per hour"
         )

@@ -119,7 +119,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
             ways=options["ways"],
             seed=options["seed"],
             seconds_max=options["seconds_max"],
-            print_stderr=lambda text: print_stderr(f"holdfast drill: {text}"),
+            report=lambda text: print_stderr(f"holdfast drill: {text}"),
         )
     except BaseException:
         print_stderr(f"holdfast drill: everything that the two runs wrote is in {folder}")
@@ -159,7 +159,7 @@ def _document(outcome: DrillOutcome, seed: int, folder: str | None) -> dict[str,
         kills.append(
             {
                 "number": kill["number"],
-                "what": finding.kill.what,
+                "what": finding.kill.description,
                 "after_step": kill["after_step"],
                 **fields,
                 "exact": finding.exact,
@@ -233,7 +233,7 @@ def _row(finding: KillFinding) -> list[str]:
     ]
     return [
         str(finding.kill.number),
-        finding.kill.what,
+        finding.kill.description,
         f"step {finding.last_step}",
         "never" if resumed is None else "beginning" if resumed < 0 else f"step {resumed}",
         f"{finding.lost_steps} ({format_seconds(finding.lost_seconds)})",

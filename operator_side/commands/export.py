@@ -12,7 +12,7 @@ import click
 from holdfast.command.converters import ExportResult, load_converter
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json, print_line
-from holdfast.command.place import output_file, output_folder
+from holdfast.command.place import check_file_place, check_folder_place
 from holdfast.errors import ConfigError
 from holdfast.image.manifest import Manifest
 from operator_side.commands.options import choice, force_flag, text
@@ -70,9 +70,9 @@ def export(
     catalog, manifest = target.find_good("exported")
     store = catalog.store
     if kind == "dcp":
-        path = output_folder(destination, ".metadata", force=force)
+        path = check_folder_place(destination, ".metadata", force=force)
     else:
-        path = output_file(destination, manifest.file.removesuffix(".pt") + _SUFFIX[kind], force=force)
+        path = check_file_place(destination, manifest.file.removesuffix(".pt") + _SUFFIX[kind], force=force)
     if write is None:
         pull_file(store, manifest, path, quiet=as_json)
         done = ExportResult(manifest.image_bytes, len(manifest.tensors), {})

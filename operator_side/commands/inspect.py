@@ -80,7 +80,7 @@ def _print_tensors(out: Console, manifest: Manifest, *, show_all: bool) -> None:
     if not manifest.tensors:
         out.print("\nno tensors")
         return
-    splits = [one.told() for one in manifest.splits]
+    splits = [one.describe() for one in manifest.splits]
     placement = ("PLACEMENT",) if splits else ()
     rows = table("TENSOR", "DTYPE", "SHAPE", *placement, "STORAGE", right=("STORAGE",))
     rows.columns[0].no_wrap = False

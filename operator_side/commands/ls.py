@@ -63,11 +63,11 @@ def ls(as_json: bool, target: Target) -> None:
     is false if `holdfast rewind` has left the checkpoint behind, so that restore skips it. old_slices names the steps
     that exist only as slices of an older holdfast, and is else empty.
     """  # noqa: D301 - click needs this very character to leave the paragraph unwrapped
-    listing = target.look()
+    listing = target.read_listing()
     # Rows on a terminal show the progress themselves.
     hidden = sys.stdout.isatty() and not as_json
     documents, finder, branches = [], BestFinder(), listing.branches or Branches()
-    with progress_bar("manifests", sum(one.nbytes for one in listing.names), hidden=hidden) as advance:
+    with progress_bar("manifests", sum(one.nbytes for one in listing.manifests), hidden=hidden) as advance:
         items = _track_best(listing.items(progress=advance), finder, branches)
         if as_json:
             documents = [_document(item, branches) for item in items]
@@ -85,13 +85,13 @@ def ls(as_json: bool, target: Target) -> None:
 def _track_best(items: Iterator[CatalogItem], finder: BestFinder, branches: Branches) -> Iterator[CatalogItem]:
     for item in items:
         if branches.is_current(item.order):
-            finder.see(item)
+            finder.add(item)
         yield item
 
 
 def _best_text(best: BestCheckpoint) -> str:
     step, attempt = best.order.step, best.order.attempt
-    return f"best {best.rule.told()}: {best.value:.6g}, step {step} of attempt {attempt}"
+    return f"best {best.rule.describe()}: {best.value:.6g}, step {step} of attempt {attempt}"
 
 
 def _print(url: str, items: Iterator[CatalogItem], branches: Branches, old_slices: str) -> None:
@@ -158,7 +158,7 @@ def _row(item: CatalogItem) -> _ListedRow:
 def _nonfinite_text(item: CatalogItem) -> str:
     """Describe its non-finite numbers; "" if there are none, or they were not counted."""
     counted = item.manifest.nonfinite if item.manifest else None
-    return counted.told() if counted and counted.values else ""
+    return counted.describe() if counted and counted.values else ""
 
 
 def _cells(item: CatalogItem) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from holdfast import crc
 from holdfast.checkpoints.best_finder import find_best
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json, progress_bar, print_line
-from holdfast.command.place import output_file, write_error, write_all
+from holdfast.command.place import check_file_place, write_error, write_all
 from holdfast.errors import ConfigError, DamageError
 from holdfast.image.manifest import Manifest
 from holdfast.ring.pages import aligned_buffer
@@ -71,7 +71,7 @@ def pull(
         raise ConfigError(f"--best {best} and @{target.step} both name a checkpoint; leave one of them out")
     catalog = target.catalog()
     manifest = catalog.get(target.step) if best is None else find_best(catalog, best, mode)
-    path = output_file(destination, manifest.file, force=force)
+    path = check_file_place(destination, manifest.file, force=force)
     kept_bytes = pull_file(catalog.store, manifest, path, quiet=as_json)
     if as_json:
         names = {"url": catalog.store.url, "step": manifest.step, "file": manifest.file}

@@ -45,8 +45,8 @@ def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     from operator_side.supervise.exit_codes import RETRY_EXIT_CODE, decide_exit_code
     from operator_side.supervise.wrapped_rank import WrappedRank
 
-    seen = WrappedRank(command).run()
-    end = decide_exit_code(seen, restarts_max=restarts_max)
+    outcome = WrappedRank(command).run()
+    end = decide_exit_code(outcome, restarts_max=restarts_max)
     if end.code:
         what = ": start the job again" if end.code == RETRY_EXIT_CODE else ""
         print_stderr(f"holdfast rank: {end.message}; exit code {end.code}{what}")

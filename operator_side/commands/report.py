@@ -10,7 +10,7 @@ import click
 
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json, print_line
-from holdfast.command.place import output_file, write_all, write_atomically
+from holdfast.command.place import check_file_place, write_all, write_atomically
 from holdfast.errors import StoreError, StoreMissing
 from operator_side.commands.options import DOLLARS_PER_HOUR, check_dollars_per_hour, exit_codes, file, force_flag
 from operator_side.commands.target import URL, Target
@@ -56,7 +56,7 @@ def report(
     can be sent to anybody. Without event logs the page shows only the checkpoints; with event logs the store may be
     unreachable.
 
-    JSON: {"file", "nbytes", "happened": [sentence, …], "find_hints": [{"text", "section"}], "unknown": […], "checkpoints",
+    JSON: {"file", "nbytes", "happened": [sentence, …], "look_at": [{"text", "section"}], "unknown": […], "checkpoints",
     "interruptions", "goodput"}; goodput is null if unknown.
     """
     from holdfast.telemetry.event_reading import read_logs
@@ -65,7 +65,7 @@ def report(
     from operator_side.report.sentences import find_hints, summarize_run
 
     check_dollars_per_hour(dollars_per_hour)
-    path = output_file(output, _FILE, force=force)
+    path = check_file_place(output, _FILE, force=force)
     log = read_logs(events)
     notes: list[str] = []
     stored = _read_stored(target, notes, may_fail=not events)
@@ -98,7 +98,7 @@ def _read_stored(target: Target, notes: list[str], *, may_fail: bool) -> list[St
     try:
         found: list[StoredCheckpoint] = []
         faults: list[str] = []
-        for item in target.look().items():
+        for item in target.read_listing().items():
             stored = None if item.manifest is None else StoredCheckpoint.of(item.manifest)
             if stored is not None:
                 found.append(stored)

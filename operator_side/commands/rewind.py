@@ -98,7 +98,7 @@ def rewind(
     the step that it continued from; null for the first one.
     """
     identify("tool")
-    listing = target.look()
+    listing = target.read_listing()
     store = target.catalog().store
     if only_list:
         if to is not None or skips or dry_run:
@@ -161,7 +161,7 @@ def _plan(
             f"--skip-batches {ranges[0]}: training continues with step {fork.step + 1}; the batches up to step "
             f"{fork.step} are in the checkpoint already"
         )
-    known = branches.rewound(fork) if branches.is_current(fork) else None
+    known = branches.rewind_since(fork) if branches.is_current(fork) else None
     rewind = Rewind(
         attempt=attempt,
         write_id=uuid.uuid4().hex,
@@ -219,7 +219,9 @@ def _write(store: Store, rewind: Rewind) -> None:
 def _print_result(url: str, plan: _RewindPlan, *, dry_run: bool) -> None:
     made = plan.rewind
     would = "would be" if dry_run else "was"
-    print_line(f"{url}: the run {would} rewound from {made.left} to {made.fork}; branch {plan.number} begins there")
+    print_line(
+        f"{url}: the run {would} rewound from {made.abandoned} to {made.fork}; branch {plan.number} begins there"
+    )
     print_line(f"the next job continues with step {made.fork.step + 1}")
     for first, last in made.skips:
         print_line(
@@ -231,7 +233,7 @@ def _print_result(url: str, plan: _RewindPlan, *, dry_run: bool) -> None:
             "leaves out only what --skip-batches names"
         )
     if not dry_run:
-        print_line(f"to undo it: holdfast rewind {url} --to {made.left.label}")
+        print_line(f"to undo it: holdfast rewind {url} --to {made.abandoned.label}")
 
 
 def _print_branches(listing: CatalogListing, plan: _RewindPlan | None, *, as_json: bool, dry_run: bool) -> None:
@@ -287,8 +289,8 @@ def _rewound(plan: _RewindPlan) -> dict[str, Any]:
         "attempt": made.attempt,
         "to_step": made.fork.step,
         "to_attempt": made.fork.attempt,
-        "from_step": made.left.step,
-        "from_attempt": made.left.attempt,
+        "from_step": made.abandoned.step,
+        "from_attempt": made.abandoned.attempt,
         "skipped": [list(pair) for pair in made.skips],
         "reason": made.reason,
     }

@@ -214,7 +214,7 @@ def _make_supervisor(
     def line(launch: Launch) -> list[str]:
         return _mpirun(launch, command, config, events, options)
 
-    def last_look(verdict: Verdict) -> Verdict:
+    def final_check(verdict: Verdict) -> Verdict:
         is_done = verdict.cause is Cause.DONE
         return _check_durable(verdict, core.newest_step, config.store) if is_done else verdict
 
@@ -223,7 +223,7 @@ def _make_supervisor(
     files = RunFiles(rings, logs, events)
     job = JobProcesses(line, job_environment(), files, _relay)
     watch = FleetWatch(fleet, options["poll_seconds"])
-    return Supervisor(core, job, watch, files, last_look=last_look, tell=notifier.tell), job
+    return Supervisor(core, job, watch, files, final_check=final_check, on_event=notifier.notify), job
 
 
 def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
@@ -234,7 +234,7 @@ def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
     error = error_class(verdict.exception)
     if verdict.exit_code:
         stopped = verdict.cause is Cause.STOPPED
-        _print_failure(verdict.message, [] if stopped else job.last_words(verdict), logs)
+        _print_failure(verdict.message, [] if stopped else job.log_excerpt(verdict), logs)
         if not stopped:
             print_stderr(f"help: {help_for(getattr(error, 'code', 'run'))}")
     # Python exits with 1 after any exception; holdfast's own classes have their own exit codes.
@@ -262,7 +262,7 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
         )
         newest_step = _newest_step(config.store)
         job = torchrun_job(
-            command, stager, options, events=events, newest_step=newest_step, tell=notifier.tell
+            command, stager, options, events=events, newest_step=newest_step, on_event=notifier.notify
         )
         code, message = job.run()
         if code == 0:
@@ -271,7 +271,7 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
             code, message = verdict.exit_code, verdict.message
         cause = {0: Cause.DONE, RETRY_EXIT_CODE: Cause.STOPPED, INTERRUPTED: Cause.STOPPED}.get(code, Cause.CRASHED)
         over = {"role": "supervisor", "event": "over", "cause": cause.value}
-        notifier.tell({**over, "message": message or f"the job ended with exit code {code}"})
+        notifier.notify({**over, "message": message or f"the job ended with exit code {code}"})
     if code and message:
         _print_failure(message, [], logs)
     return code

@@ -89,7 +89,7 @@ def torchrun_job(
         events=events,
         newest_step=newest_step,
         grace_seconds=grace_seconds,
-        tell=on_event,
+        on_event=on_event,
     )
 
 

@@ -79,7 +79,7 @@ def status(
     from operator_side.status.run_watch import RunWatches
 
     watches = RunWatches(run, runtime_dir, dollars_per_hour)
-    found = watches.look()
+    found = watches.poll()
     if web:
         from operator_side.commands.status_web import StatusWeb, serve_web
 
@@ -117,7 +117,7 @@ def _live(watches: RunWatches, found: list[RunStatus], interval_seconds: float) 
         with Live(drawn(out.height), console=out, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(interval_seconds)
-                found = watches.look()
+                found = watches.poll()
                 live.update(drawn(out.height), refresh=True)
     except KeyboardInterrupt:
         sys.stdout.flush()

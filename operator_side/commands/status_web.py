@@ -25,7 +25,7 @@ _SSH_SERVER = 2  # of SSH_CONNECTION: client, its port, server, its port
 
 def serve_web(site: StatusWeb, port: int) -> None:
     """Serve the page until Ctrl-C."""
-    server = PageServer(port, site.served)
+    server = PageServer(port, site.respond)
     click.echo(server.url)
     click.echo(
         f"from another machine: ssh -N -L {server.port}:{ADDRESS}:{server.port} {_host()}, and open the same URL there"
@@ -58,7 +58,7 @@ class StatusWeb:
     def respond(self, name: str, run: str) -> Response | None:
         if name not in {"", "main", "status.json"}:
             return None
-        found = self.watches.look()
+        found = self.watches.poll()
         if name == "status.json":
             text = json.dumps({"runs": [one.document() for one in found]}, indent=2)
             return Response(text.encode(errors="backslashreplace"), "application/json")
@@ -67,10 +67,10 @@ class StatusWeb:
             return None
         body = live_page(
             chosen,
-            self._log(chosen).look(),
+            self._log(chosen).read(),
             every_seconds=self.every_seconds,
             others=[one.run for one in found] if len(found) > 1 else (),
-            is_whole=not name,
+            is_full_page=not name,
             link=f"?run={quote(run, safe='')}" if run else "",
         )
         return Response(body, "text/html")

@@ -35,7 +35,7 @@ class Target(NamedTuple):
 
     def read_listing(self) -> CatalogListing:
         """List the run. Raises `StoreMissing`: its URL has no content."""
-        listing = self.catalog().look()
+        listing = self.catalog().read_listing()
         if listing.is_empty:
             raise StoreMissing(f"{listing.url}: there is nothing at this URL; check the URL")
         return listing

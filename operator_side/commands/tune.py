@@ -81,7 +81,7 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
     from operator_side.simulate.scale import find_machine
     from operator_side.simulate.traces import read_trace
     from operator_side.simulate.tuning import TuningRequest
-    from operator_side.simulate.tuning import tune as answer
+    from operator_side.simulate.tuning import tune as make_tuning
 
     if output is not None and output.exists() and not force:
         raise ConfigError(
@@ -97,7 +97,7 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
         raise ConfigError("expected a price either by --cluster or by --spot-price, got both")
     path = options["profile"]
     gbps = options["store_gbps"]
-    question = TuningRequest(
+    request = TuningRequest(
         measured_profile() if path is None else load_profile(path),
         None if trace is None else read_trace(trace),
         spot_dollars=options["spot_price"],
@@ -109,14 +109,14 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
         store_rate=None if gbps is None else gbps * _GBPS_BYTES,
         store=_store(options["store"]),
         mtbf_hours=options["mtbf_hours"],
-        seen=_read_failures(options["run"]),
+        failures=_read_failures(options["run"]),
         strategy=options["strategy"],
         nodes=options["nodes"],
         overhead_max=options["overhead_max"],
         lead_seconds=options["lead_seconds"],
         ranks=options["ranks"],
     )
-    settings = answer(question).to_toml()
+    settings = make_tuning(request).to_toml()
     if output is None:
         click.echo(settings, nl=False)
         return
@@ -152,7 +152,7 @@ def _read_failures(run: str | None) -> FailureCount | None:
     if run is None:
         return None
     target = Target(run, None)
-    target.look()  # refuse a URL without content
+    target.read_listing()  # refuse a URL without content
     return read_failure_count(target.catalog().store)
 
 

@@ -176,11 +176,11 @@ def clock(_: CheckPlan) -> Iterator[Finding]:
 
 def _wall_clock_ahead_seconds() -> float:
     # Use the fastest of several readings: a busy machine may pause between reading the two clocks.
-    looks = []
+    readings = []
     for _ in range(_CLOCK_READINGS):
         steady, wall = time.monotonic(), time.time()
-        looks.append((time.monotonic() - steady, wall - steady))
-    return min(looks)[1]
+        readings.append((time.monotonic() - steady, wall - steady))
+    return min(readings)[1]
 
 
 def network(_: CheckPlan) -> Iterator[Finding]:

@@ -80,8 +80,8 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
         yield _unreachable(check, str(error))
         return
     except (ValueError, LookupError, TypeError):
-        said = " ".join((done.stderr or done.stdout).split())[-_OUTPUT_CHARACTERS:]
-        yield _unreachable(check, f"exit code {done.returncode}: {said or 'no output'}")
+        output = " ".join((done.stderr or done.stdout).split())[-_OUTPUT_CHARACTERS:]
+        yield _unreachable(check, f"exit code {done.returncode}: {output or 'no output'}")
         return
     yield Finding.judged(
         check,

@@ -64,11 +64,11 @@ def _big_file(store: Store) -> Iterator[Finding]:
     name = f".holdfast/doctor-{secrets.token_hex(8)}"
     chunk = secrets.token_bytes(_PAGE_BYTES) * (_CHUNK_BYTES // _PAGE_BYTES)
     crc = crc32(chunk)
-    given_up = _begin(store, name)
+    aborted = _begin(store, name)
     try:
-        given_up.write_part(0, *_part(given_up, chunk, crc))
+        aborted.write_part(0, *_part(aborted, chunk, crc))
     finally:
-        given_up.abort()
+        aborted.abort()
     yield Finding("store abort", CheckState.OK, "an upload can be aborted, and leaves nothing")
     upload = _begin(store, name)
     try:
@@ -189,9 +189,9 @@ def _bucket_clock(store: Store) -> Iterator[Finding]:
     if not isinstance(bucket, S3Bucket):
         return
     answer = bucket.client.list_objects_v2(Bucket=bucket.name, MaxKeys=1)
-    said = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-    if said:
-        yield _clock_finding("the server", abs(parsedate_to_datetime(said).timestamp() - time.time()))
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    if date:
+        yield _clock_finding("the server", abs(parsedate_to_datetime(date).timestamp() - time.time()))
 
 
 def _clock_finding(whose: str, skew_seconds: float) -> Finding:

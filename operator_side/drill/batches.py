@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from operator_side.drill.findings import KillFinding, ExecutedKill
+from operator_side.drill.findings import ExecutedKill, KillFinding
 
 Lines = Sequence[Mapping[str, Any]]
 _Batches = Mapping[tuple[int, int], Sequence[int]]  # (rank, step) → CRC of each batch
@@ -39,16 +39,16 @@ def explain_different_batches(
     findings: Sequence[KillFinding], executed: Sequence[ExecutedKill], reference: Lines, drilled: Lines
 ) -> None:
     """Add to the `wrong` of a kill if training continued with another batch from an equal state. Later kills cannot be
-    judged, because the state then differs. `findings`, `executed`: the kills, in the same order. `reference`, `drilled`:
-    the diaries.
+    judged, because the state then differs. `findings`, `executed`: the kills, in the same order. `reference`,
+    `drilled`: the diaries.
     """
     want = _batches(reference)
     for number, (finding, one) in enumerate(zip(findings, executed, strict=True)):
         if finding.resumed_from is None:
             continue
-        until = executed[number + 1].at if number + 1 < len(executed) else float("inf")
+        until = executed[number + 1].killed_at if number + 1 < len(executed) else float("inf")
         step = finding.resumed_from + 1
-        got = _batches([line for line in drilled if one.at <= line["time"] < until])
+        got = _batches([line for line in drilled if one.killed_at <= line["time"] < until])
         differ = [
             rank for rank, at in got if at == step and want.get((rank, at), got[rank, at]) != got[rank, at]
         ]

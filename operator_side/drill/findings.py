@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from operator_side.drill.compare import FileComparison, Difference
+from operator_side.drill.compare import Difference, FileComparison
 from operator_side.drill.kill_plan import Kill
 from operator_side.supervise.resumption import MARKS, Resumption
 
@@ -65,19 +65,19 @@ def examine_kills(
 ) -> list[KillFinding]:
     findings = []
     for index, one in enumerate(executed):
-        following = executed[index + 1].at if index + 1 < len(executed) else float("inf")
+        following = executed[index + 1].killed_at if index + 1 < len(executed) else float("inf")
         finding = KillFinding(one.kill)
-        before = [line for line in diary if "step" in line and line["time"] <= one.at]
+        before = [line for line in diary if "step" in line and line["time"] <= one.killed_at]
         finding.last_step = max((int(line["step"]) for line in _newest_attempt(before)), default=-1)
-        staged = [line for line in events if _is_event(line, "staged", "stager") and line["time"] < one.at]
+        staged = [line for line in events if _is_event(line, "staged", "stager") and line["time"] < one.killed_at]
         finding.staged_step = max((int(line["step"]) for line in staged), default=-1)
-        _add_recovery(finding, one, [line for line in status if one.at <= line["time"] < following])
+        _add_recovery(finding, one, [line for line in status if one.killed_at <= line["time"] < following])
         if finding.resumed_from is None:
             finding.wrong.append("training did not resume after the kill")
         else:
             _add_losses(finding, one, before)
-        if one.told_at is not None:
-            _add_notice(finding, [line for line in events if one.told_at <= line["time"] <= following])
+        if one.notice_at is not None:
+            _add_notice(finding, [line for line in events if one.notice_at <= line["time"] <= following])
         findings.append(finding)
     _assign_files(findings, files)
     return findings
@@ -94,18 +94,18 @@ def _is_event(line: Mapping[str, Any], event: str, role: str) -> bool:
 
 def _add_recovery(finding: KillFinding, executed: ExecutedKill, status: Lines) -> None:
     resumption = Resumption()
-    resumption.lost(executed.at)
+    resumption.record_loss(executed.killed_at)
     for line in status:
         event = line.get("event")
         if event == "lost":
-            finding.phases.setdefault("seen_seconds", round(line["time"] - executed.at, 3))
+            finding.phases.setdefault("seen_seconds", round(line["time"] - executed.killed_at, 3))
         elif event == "restored":
             finding.resumed_from = int(line["step"])
         if event == "training":
-            finding.phases |= resumption.trained(line["time"])
+            finding.phases |= resumption.record_training(line["time"])
             return
         if event in MARKS[1:]:
-            resumption.reached(str(event), line["time"])
+            resumption.record_mark(str(event), line["time"])
     finding.resumed_from = None
 
 
@@ -116,7 +116,7 @@ def _add_losses(finding: KillFinding, executed: ExecutedKill, before: Lines) -> 
     if finding.lost_steps:
         lines = _newest_attempt(before)
         done = [line["time"] for line in lines if line["step"] >= resumed]
-        finding.lost_seconds = round(max(0.0, executed.at - min(done, default=executed.at)), 3)
+        finding.lost_seconds = round(max(0.0, executed.killed_at - min(done, default=executed.killed_at)), 3)
     if resumed < finding.staged_step:
         finding.wrong.append(
             f"step {finding.staged_step} was staged before the kill, but training resumed from step {resumed}"

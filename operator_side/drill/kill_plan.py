@@ -1,18 +1,17 @@
 """Draws the kills from a seed, between the checkpoints of the reference run. Pure.
 
 reference's checkpoints   ──3────────7────────11────────15──     a kill lies between two checkpoints,
-plan                            ▲5        ▲9                     no two kills in the same gap: a checkpoint
+plan_kills                      ▲5        ▲9                     no two kills in the same gap: a checkpoint
                             one rank    the stager               to compare follows each kill
 
-Sequence: staged, stepped, trains, answered, tick ─► GiveNotice, Strike (SIGKILL)      one at a time
+KillSequence: record_…, tick ─► GiveNotice, SendKill (SIGKILL)      one at a time
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Collection
-from collections.abc import KillSequence as Listed
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -52,7 +51,7 @@ class Kill:
         return f"notice, then {who}" if self.notice else who
 
 
-def plan_kills(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[int]) -> list[Kill]:
+def plan_kills(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Sequence[int]) -> list[Kill]:
     """Draw the kills. Equal arguments give equal kills. Raises `ConfigError`: the run has too few checkpoints."""
     random_ = random.Random(seed)  # noqa: S311 - must be repeatable
     gaps = list(itertools.pairwise(sorted(set(checkpoints))))
@@ -101,7 +100,7 @@ class KillSequence:
         comparable: Steps of the reference's checkpoints.
     """
 
-    def __init__(self, kills: Listed[Kill], *, notice_seconds: float, comparable: Collection[int]) -> None:
+    def __init__(self, kills: Sequence[Kill], *, notice_seconds: float, comparable: Collection[int]) -> None:
         self._remaining = list(kills)
         self._notice_seconds = notice_seconds
         self._comparable = frozenset(comparable)
@@ -149,7 +148,7 @@ class KillSequence:
             if not self._has_answer and now < self._notice_at + self._notice_seconds:
                 return None
             return self._send_kill(kill)
-        if self._step < kill.after_step or now < self._stepped_at + kill.part * self._step_seconds:
+        if self._step < kill.after_step or now < self._stepped_at + kill.delay_fraction *  self._step_seconds:
             return None
         if kill.notice:
             self._notice_at = now

@@ -17,8 +17,16 @@ from holdfast.store import open_store
 from operator_side.drill.batches import explain_different_batches
 from operator_side.drill.compare import FileComparison, compare, constants
 from operator_side.drill.drill_run import DrillRun, DrillSetup, sleep_briefly
-from operator_side.drill.findings import KillFinding, Samples, ExecutedKill, compare_counters, examine_kills, compare_samples, shortened
-from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, KillSequence, SendKill, plan_kills
+from operator_side.drill.findings import (
+    ExecutedKill,
+    KillFinding,
+    Samples,
+    compare_counters,
+    compare_samples,
+    examine_kills,
+    shortened,
+)
+from operator_side.drill.kill_plan import GiveNotice, Kill, KillSequence, KillTarget, SendKill, plan_kills
 from operator_side.drill.seeding import advice_on_seeding
 from operator_side.drill.torchrun_run import TorchrunRun
 
@@ -36,9 +44,9 @@ class DrillOutcome:
     before: list[FileComparison] = field(default_factory=list)
     # names of values that differ between the runs, but never change within a run
     constant: set[str] = field(default_factory=set)
-    compare_samples: Samples | None = None  # None: the script's samples were not recorded
+    samples: Samples | None = None  # None: the script's samples were not recorded
     # Numbers on modules that are in no checkpoint, and that a resume did not bring back.
-    compare_counters: list[str] = field(default_factory=list)
+    counters: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     # Names of values that were not compared, because a clock measured them.
     measured: set[str] = field(default_factory=set)
@@ -83,11 +91,11 @@ def run_drill(
         progress = RunProgress("the undisturbed run", report, time.monotonic())
         ended = False
         while not ended:
-            ended, new = reference.look()
-            progress.look(new["diary"], time.monotonic())
+            ended, new = reference.poll()
+            progress.update(new["diary"], time.monotonic())
             sleep_briefly(deadline)
         _check_succeeded(reference)
-    steps = [line["step"] for line in reference.said["diary"] if "step" in line]
+    steps = [line["step"] for line in reference.lines["diary"] if "step" in line]
     if not steps:
         raise ConfigError(
             "the script never calls Checkpointer.step(), which tells a drill how far training is; call it after "
@@ -104,7 +112,7 @@ def run_drill(
     report("both runs have ended; comparing their checkpoints")
     if drilled.exit_code != 0:
         outcome.wrong.append(
-            f"the run with kills ended with exit code {drilled.exit_code}: {drilled.last_words(3)}"
+            f"the run with kills ended with exit code {drilled.exit_code}: {drilled.output_tail(3)}"
         )
     outcome.files = compare(open_store(str(reference.store)), open_store(str(drilled.store)))
     _judge(outcome, executed, reference, drilled)
@@ -142,12 +150,12 @@ def run_with_kills(
     executed: list[ExecutedKill] = []
     notice_at: float | None = None
     while True:
-        ended, new = run.look()
-        progress.look(new["diary"], time.monotonic())
+        ended, new = run.poll()
+        progress.update(new["diary"], time.monotonic())
         _update_sequence(sequence, new)
         for line in new["status"]:
             if line.get("event") == "training":
-                sequence.trains()
+                sequence.record_training()
                 if executed:
                     report(str(line.get("message")))
         if ended:
@@ -156,12 +164,12 @@ def run_with_kills(
             case GiveNotice(kill):
                 notice_at = time.time()
                 report(f"kill {kill.number}: notice (SIGTERM) to rank {kill.rank}")
-                run.tell(kill)
+                run.send_notice(kill)
             case SendKill(kill):
                 at = time.time()
                 report(f"kill {kill.number}: SIGKILL to {_describe_target(kill)}")
-                if not run.strike(kill) and notice_at is None:
-                    raise PeerLost(f"kill {kill.number}: no process of {kill.what} was found on this machine")
+                if not run.kill(kill) and notice_at is None:
+                    raise PeerLost(f"kill {kill.number}: no process of {kill.description} was found on this machine")
                 executed.append(ExecutedKill(kill, notice_at, at))
                 notice_at = None
         sleep_briefly(deadline)
@@ -170,11 +178,11 @@ def run_with_kills(
 def _update_sequence(sequence: KillSequence, new: Mapping[str, list[dict[str, Any]]]) -> None:
     for line in new["diary"]:
         if "step" in line:
-            sequence.stepped(int(line["step"]), line["time"], line["attempt"])
+            sequence.record_step(int(line["step"]), line["time"], line["attempt"])
     for line in filter(_is_staged, new["events"]):
-        sequence.staged(int(line["step"]))
+        sequence.record_staged(int(line["step"]))
     if any(map(_is_notice_answer, new["events"])):
-        sequence.answered()
+        sequence.record_answer()
 
 
 def _is_staged(line: Mapping[str, Any]) -> bool:
@@ -184,7 +192,7 @@ def _is_staged(line: Mapping[str, Any]) -> bool:
 def _describe_target(kill: Kill) -> str:
     if kill.notice:
         return f"rank {kill.rank}"
-    return kill.what if kill.target is KillTarget.WRAPPER else kill.target.value
+    return kill.description if kill.target is KillTarget.WRAPPER else kill.target.value
 
 
 def _is_notice_answer(line: Mapping[str, Any]) -> bool:
@@ -205,20 +213,20 @@ def _judge(outcome: DrillOutcome, executed: list[ExecutedKill], reference: Drill
     outcome.before = [one for one in outcome.files if one.step <= first and one.differs]
     outcome.findings = examine_kills(
         executed,
-        diary=drilled.said["diary"],
-        events=drilled.said["events"],
-        status=drilled.said["status"],
+        diary=drilled.lines["diary"],
+        events=drilled.lines["events"],
+        status=drilled.lines["status"],
         files=[one for one in outcome.files if one.step > first],
     )
     why = (
         "the run had already ended"
-        if any(map(_is_staged, drilled.said["events"]))
+        if any(map(_is_staged, drilled.lines["events"]))
         else "no checkpoint was staged before the end of the run; give the script more steps"
     )
     for kill in outcome.planned[len(executed) :]:
-        outcome.wrong.append(f"kill {kill.number} ({kill.what}) never came: {why}")
+        outcome.wrong.append(f"kill {kill.number} ({kill.description}) never came: {why}")
     if not outcome.before:
-        explain_different_batches(outcome.findings, executed, reference.said["diary"], drilled.said["diary"])
+        explain_different_batches(outcome.findings, executed, reference.lines["diary"], drilled.lines["diary"])
     for finding in outcome.findings:
         if finding.exact is None:
             finding.wrong.append(
@@ -230,10 +238,10 @@ def _judge(outcome: DrillOutcome, executed: list[ExecutedKill], reference: Drill
         outcome.wrong.append(
             f"two runs of this script differ before any kill, at step {one.step}: {shortened(one.differs)}. The "
             "script is not deterministic, so the drill cannot tell whether it resumes exactly. "
-            f"{advice_on_seeding(reference.said['diary'], drilled.said['diary'])}"
+            f"{advice_on_seeding(reference.lines['diary'], drilled.lines['diary'])}"
         )
-    outcome.samples = compare_samples(reference.said["diary"], drilled.said["diary"])
-    outcome.counters = compare_counters(reference.said["diary"], drilled.said["diary"])
+    outcome.samples = compare_samples(reference.lines["diary"], drilled.lines["diary"])
+    outcome.counters = compare_counters(reference.lines["diary"], drilled.lines["diary"])
     if outcome.samples is not None and (outcome.samples.skipped or outcome.samples.repeated):
         outcome.wrong.append(
             f"samples: {outcome.samples.skipped} skipped, {outcome.samples.repeated} repeated"

@@ -1,10 +1,10 @@
 """One `holdfast run --launcher torchrun` of a drill. torchrun restarts workers; the drill restarts a lost torchrun.
 
-    strike ─► one rank, all ranks ─► torchrun restarts its workers   (--restarts-max)
+    kill   ─► one rank, all ranks ─► torchrun restarts its workers   (--restarts-max)
               torchrun            ─► the command ends; the drill starts it again, and it resumes from the store
               stager and ranks    ─► another stager at the same address; torchrun restarts its workers
 
-No process writes a `status.jsonl` here: `Starts` derives its lines from the diary and from restores in the events.
+No process writes a `status.jsonl` here: `StartTracker` derives its lines from the diary and the events' restores.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class StartTracker:
         self, diary: Iterable[dict[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return the lines of status that follow from new lines of the diary and of the events."""
-        said: list[dict[str, Any]] = []
+        lines: list[dict[str, Any]] = []
         restored = {
             line["step"]: {"time": line["time"], "event": "restored", "step": line["step"]}
             for line in events
             if line.get("event") == "restore" and "step" in line
         }
-        said += restored.values()
+        lines += restored.values()
         for line in diary:
             self.add_attempt(line)
             newest = self._pids[line["rank"]][-1]
@@ -61,8 +61,8 @@ class StartTracker:
             if len(self._trained) == self._ranks:
                 self._is_training = True
                 message = f"start {line['attempt']}: every rank trains, at step {line['step']}"
-                said.append({"time": line["time"], "event": "training", "message": message})
-        return said
+                lines.append({"time": line["time"], "event": "training", "message": message})
+        return lines
 
 
 class TorchrunRun(DrillRun):
@@ -73,7 +73,7 @@ class TorchrunRun(DrillRun):
         self._may_restart = False
         super().__init__(setup, folder, kills=kills)
 
-    def _limits(self) -> Sequence[str]:
+    def _restart_options(self) -> Sequence[str]:
         # A kill may cost a second restart, for the ranks that survived it.
         return ("--restarts-max", str(2 * self._kills), "--grace-seconds", str(_GRACE_SECONDS))
 
@@ -87,21 +87,21 @@ class TorchrunRun(DrillRun):
             return None
         return code
 
-    def _heard(self, new: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        return self._start_tracker.hear(new["diary"], new["events"])
+    def _derive_status(self, new: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        return self._start_tracker.derive_status(new["diary"], new["events"])
 
-    def strike(self, kill: Kill) -> bool:
+    def kill(self, kill: Kill) -> bool:
         match kill.target:
             case KillTarget.LAUNCHER | KillTarget.WRAPPER:
                 self._may_restart = True
-                return self._signal(self._launcher(), signal.SIGKILL)
+                return self._signal(self._launcher_pids(), signal.SIGKILL)
             case _:
-                return super().strike(kill)
+                return super().kill(kill)
 
-    def _launcher(self) -> list[int]:
+    def _launcher_pids(self) -> list[int]:
         """Return torchrun, the parent of the ranks."""
-        parents = {parent_of(rank) for rank in self._ranks()}
+        parents = {parent_of(rank) for rank in self._all_rank_pids()}
         return [parent for parent in parents if parent > 1]
 
-    def _stager(self) -> list[int]:
-        return [pid for pid in super()._launcher() if is_stager(pid)]
+    def _stager_pids(self) -> list[int]:
+        return [pid for pid in super()._launcher_pids() if is_stager(pid)]

@@ -1,8 +1,8 @@
 """Reads the values of a checkpoint file other than tensors, by path and without torch, to compare two files.
 
-    data.pkl ─► Unpickler that knows no class ─► tree of plain values and `Made` ─► {"scheduler/last_epoch": "12", …}
+    data.pkl ─► Unpickler that knows no class ─► tree of plain values and `InertObject`s ─► {"scheduler/…": "12", …}
 
-No code named in the pickle is ever run: each class and function becomes an inert `Made`, which keeps its arguments.
+No code named in the pickle is ever run: each class and function becomes an `InertObject`, which keeps its arguments.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class InertObject:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        return type("Made", (InertObject,), {"name": f"{module}.{name}"})
+        return type("InertObject", (InertObject,), {"name": f"{module}.{name}"})
 
     def persistent_load(self, pid: Any) -> Any:
         return ("storage", *(getattr(part, "name", part) for part in pid[1:]))

@@ -57,8 +57,8 @@ def live_page(
 ) -> bytes:
     """Render the page of a run; `facts`: from its logs, if there are logs.
 
-    The page fetches its main part every `every_seconds`. `is_full_page`: false renders only the main part. `others`: runs
-    of this machine to link to. `link`: the query that names this run.
+    The page fetches its main part every `every_seconds`. `is_full_page`: false renders only the main part. `others`:
+    runs of this machine to link to. `link`: the query that names this run.
     """
     ranks = sorted(status.ranks, key=lambda rank: rank.rank) if status.ranks_total >= _STRIP_MIN else []
     rows = _checkpoints(status, facts)
@@ -74,7 +74,7 @@ def live_page(
         ]
     return render_page(
         "live/live.html",
-        is_whole=is_full_page,
+        is_full_page=is_full_page,
         every=every_seconds,
         fragment=f"main{link}",
         run=truncate(status.run, _URL_CHARACTERS_MAX),

@@ -95,16 +95,16 @@ class PageServer:
             server_version, sys_version = "holdfast", ""
 
             def do_GET(self) -> None:  # the name is http.server's
-                status, served = server.answer(self.headers.get("Host", ""), self.path)
+                status, response = server.respond(self.headers.get("Host", ""), self.path)
                 self.send_response(status)
                 headers = {
-                    "Content-Type": f"{served.kind}; charset=utf-8",
-                    "Content-Length": str(len(served.body)),
+                    "Content-Type": f"{response.content_type}; charset=utf-8",
+                    "Content-Length": str(len(response.body)),
                 }
                 for name, value in (headers | _HEADERS).items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(served.body)
+                self.wfile.write(response.body)
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as its base
                 """Do not log requests."""

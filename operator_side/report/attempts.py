@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, as_number, as_text, as_int
+from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, as_int, as_number, as_text
 from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise.resumption import MARKS
 from operator_side.supervise.verdict import Cause
@@ -26,7 +26,7 @@ class ReportedAttempt:
     """One start of the job.
 
     Attributes:
-        is_told: Whether a supervisor reports it; otherwise it is derived from events of stager and ranks.
+        is_supervised: Whether a supervisor reports it; otherwise it is derived from events of stager and ranks.
         began_at_unix: When it was launched; without a supervisor, when its stager was ready.
         training_at_unix: Every rank's first step; without a supervisor the restore or first `save()`.
         restored_step: The step that it resumed from; -1: the beginning; None: unknown.
@@ -38,7 +38,7 @@ class ReportedAttempt:
         phases: Seconds from the launch to training, by a phase's end.
     """
 
-    as_number: int
+    number: int
     is_supervised: bool
     began_at_unix: float
     last_seen_at_unix: float
@@ -71,17 +71,17 @@ class ReportedAttempt:
 
 def gather_attempts(events: Sequence[LoggedEvent]) -> list[ReportedAttempt]:
     """Return all attempts, oldest first."""
-    is_told = any(event.event == "launched" and event.role == "supervisor" for event in events)
+    is_supervised = any(event.event == "launched" and event.role == "supervisor" for event in events)
     attempts: list[ReportedAttempt] = []
     for event in events:
         if event.event == "resume_proof" and attempts:
             with suppress(ValueError):  # a broken line
                 attempts[-1].proof = ResumeProof.from_json(event.fields)
-        if is_told:
+        if is_supervised:
             _from_supervisor(event, attempts)
         else:
             _from_stager(event, attempts)
-    if not is_told:
+    if not is_supervised:
         for one in attempts[:-1]:
             if not one.cause:  # the logs lack the end of this attempt
                 one.cause, one.message = "lost", "the logs have no end of this attempt"
@@ -98,7 +98,7 @@ def _from_supervisor(event: LoggedEvent, attempts: list[ReportedAttempt]) -> Non
                 attempts[-1].lost_at_unix = event.time
         return
     if event.event == "launched":
-        attempts.append(_new_attempt(event, attempts, is_told=True))
+        attempts.append(_new_attempt(event, attempts, is_supervised=True))
         hosts = event.fields.get("hosts")
         if isinstance(hosts, list):
             attempts[-1].hosts = [as_text(host) for host in hosts]
@@ -106,9 +106,9 @@ def _from_supervisor(event: LoggedEvent, attempts: list[ReportedAttempt]) -> Non
         _apply_supervisor_event(event, attempts[-1])
 
 
-def _new_attempt(event: LoggedEvent, before: Sequence[ReportedAttempt], *, is_told: bool) -> ReportedAttempt:
-    as_number, ranks = as_int(event.fields.get("attempt")), as_int(event.fields.get("ranks"))
-    return ReportedAttempt(as_number or len(before) + 1, is_told, event.time, event.time, ranks)
+def _new_attempt(event: LoggedEvent, before: Sequence[ReportedAttempt], *, is_supervised: bool) -> ReportedAttempt:
+    number, ranks = as_int(event.fields.get("attempt")), as_int(event.fields.get("ranks"))
+    return ReportedAttempt(number or len(before) + 1, is_supervised, event.time, event.time, ranks)
 
 
 def _apply_supervisor_event(event: LoggedEvent, attempt: ReportedAttempt) -> None:
@@ -125,8 +125,8 @@ def _apply_supervisor_event(event: LoggedEvent, attempt: ReportedAttempt) -> Non
             attempt.phases = {
                 name.removesuffix("_seconds"): value for name, value in values.items() if value is not None
             }
-        case "lost" | "ending" if not attempt.sign:
-            attempt.sign = as_text(event.fields.get("message"))
+        case "lost" | "ending" if not attempt.loss_reason:
+            attempt.loss_reason = as_text(event.fields.get("message"))
             if attempt.lost_at_unix is None:
                 attempt.lost_at_unix = event.time
         case "ended":
@@ -137,7 +137,7 @@ def _apply_supervisor_event(event: LoggedEvent, attempt: ReportedAttempt) -> Non
 
 def _from_stager(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
     if event.event == "stager_ready":
-        attempts.append(_new_attempt(event, attempts, is_told=False))
+        attempts.append(_new_attempt(event, attempts, is_supervised=False))
         return
     if not attempts:
         return
@@ -156,12 +156,12 @@ def _from_stager(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
             attempt.training_at_unix = event.time - (as_number(event.fields.get("pgt1_seconds")) or 0.0)
         case "resume_proof" if attempt.restored_step is None:
             attempt.restored_attempt, attempt.restored_step = as_int(event.fields.get("attempt")), event.step
-        case "rank_lost" if not attempt.sign:
+        case "rank_lost" if not attempt.loss_reason:
             attempt.lost_at_unix = event.time
-            attempt.sign = as_text(event.fields.get("reason")) or "a rank was lost"
+            attempt.loss_reason = as_text(event.fields.get("reason")) or "a rank was lost"
         case "stager_ended" if not attempt.cause:
-            attempt.cause, attempt.ended_at_unix = "lost" if attempt.sign else _LEFT, event.time
-            attempt.message = attempt.sign or "the trainers have left the stager"
+            attempt.cause, attempt.ended_at_unix = "lost" if attempt.loss_reason else _LEFT, event.time
+            attempt.message = attempt.loss_reason or "the trainers have left the stager"
         case "stager_gone" if not attempt.cause and event.fields.get("finished") is False:
             attempt.cause, attempt.lost_at_unix, attempt.ended_at_unix = "lost", event.time, event.time
             attempt.message = "the stager was lost before it had finished"

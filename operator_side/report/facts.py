@@ -25,7 +25,7 @@ class Incident:
     at_unix: float
     event: str
     step: int | None
-    as_text: str
+    text: str
     is_notice: bool
     times: int = 1
 
@@ -123,7 +123,7 @@ def _worked_until(attempts: Sequence[ReportedAttempt], events: Sequence[LoggedEv
     last = attempts[-1]
     if not last.was_lost:
         return last.stopped_at_unix
-    times = [event.time for event in events if event.role == "supervisor" or not last.is_told]
+    times = [event.time for event in events if event.role == "supervisor" or not last.is_supervised]
     return max([last.stopped_at_unix, *times[-1:]])
 
 
@@ -167,13 +167,13 @@ def _incidents(events: Iterable[LoggedEvent]) -> list[Incident]:
 def _unknown(facts: RunFacts, *, has_stored: bool, has_price: bool) -> list[str]:
     log, has_rows = facts.log, bool(facts.rows)
     roles = {event.role for event in log.events}
-    is_told = any(one.is_told for one in facts.attempts)
-    unknown_loss = any(one.lost is None and one.back is not None for one in facts.interruptions)
+    is_supervised = any(one.is_supervised for one in facts.attempts)
+    unknown_loss = any(one.lost is None and one.recovery is not None for one in facts.interruptions)
     sentences = {
         "No event log was given (--events). Attempts, interruptions, goodput, and declined or pruned steps are not "
         "known; checkpoints are shown from their manifests.": not log.events,
         "The log of `holdfast run` (status.jsonl) was not given. How attempts ended, and how training went on, comes "
-        "from the logs of stager and ranks, or is not known.": log.events and not is_told,
+        "from the logs of stager and ranks, or is not known.": log.events and not is_supervised,
         "No event log of a rank was given (setting `events` on the ranks' machines). Declined steps are those in the "
         "log of the stager, and times of ranks come from manifests and the flusher.": (
             log.events and "trainer" not in roles

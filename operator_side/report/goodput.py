@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.telemetry.rows import CheckpointRow
 from operator_side.report.attempts import ReportedAttempt
-from operator_side.status.loss import LossInputs, Loss, SavedPoint, loss_with_trainers, price
+from operator_side.status.loss import Loss, LossInputs, SavedPoint, loss_with_trainers, price
 from operator_side.status.run_status import Interval, last_interval
 
 _SAME_SECONDS = 0.001
@@ -99,7 +99,9 @@ def find_interruptions(
                 kept.append((began, stop))
             continue
         recovery = next((one for one in attempts[index + 1 :] if one.training_at_unix is not None), None)
-        trained_at = end_unix if recovery is None or recovery.training_at_unix is None else recovery.training_at_unix
+        trained_at = end_unix
+        if recovery is not None and recovery.training_at_unix is not None:
+            trained_at = recovery.training_at_unix
         down_seconds = max(0.0, trained_at - stop)
         lost = None
         if began is None:
@@ -112,7 +114,7 @@ def find_interruptions(
 
 def _is_recovery(attempt: ReportedAttempt, before: Interruption) -> bool:
     """Whether an attempt was launched before training continued after that loss."""
-    return before.back is None or attempt.began_at_unix < before.back.began_at_unix
+    return before.recovery is None or attempt.began_at_unix < before.recovery.began_at_unix
 
 
 def _compute_loss(
@@ -157,8 +159,8 @@ def _compute_loss(
 
 def _interval(saves: Sequence[CheckpointRow]) -> Interval | None:
     """Return the distance of the last two checkpoints that one job has saved in a row."""
-    said = [(CheckpointId(row.attempt, row.step), row.saved_at_unix or 0.0) for row in saves]
-    pairs = (said[index - 1 : index + 1] for index in range(len(said) - 1, 0, -1))
+    points = [(CheckpointId(row.attempt, row.step), row.saved_at_unix or 0.0) for row in saves]
+    pairs = (points[index - 1 : index + 1] for index in range(len(points) - 1, 0, -1))
     return next((found for pair in pairs if (found := last_interval(pair)) is not None), None)
 
 
@@ -198,8 +200,8 @@ def compute_goodput(
     parts["stalls for checkpoints"] = min(stalls, training - parts["work done twice"])
     others = sum(value for name, value in parts.items() if name != "new work")
     parts["new work"] = max(0.0, total - others)
-    is_estimate = not attempts[0].is_told or any(
-        one.lost is None and one.back is not None for one in interruptions
+    is_estimate = not attempts[0].is_supervised or any(
+        one.lost is None and one.recovery is not None for one in interruptions
     )
     return Goodput(total, parts, is_estimate, dollars_per_hour)
 

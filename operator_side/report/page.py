@@ -7,11 +7,11 @@ from functools import partial
 from typing import TypeVar
 
 from holdfast.telemetry.event_text import truncate
-from holdfast.telemetry.rows import CheckpointRow, SkippedStep, RankTimes
+from holdfast.telemetry.rows import CheckpointRow, RankTimes, SkippedStep
 from operator_side.page.render_page import render_page
 from operator_side.page.words import moment, plural
 from operator_side.report.attempts import ReportedAttempt
-from operator_side.report.facts import Incident, RunFacts, ring_bytes, compute_spread
+from operator_side.report.facts import Incident, RunFacts, compute_spread, ring_bytes
 from operator_side.report.goodput import PARTS
 from operator_side.report.run_charts import (
     DURATIONS,

@@ -70,10 +70,10 @@ def _interruptions(facts: RunFacts) -> Tile:
     found = facts.interruptions
     if not found:
         return Tile("interruptions", "0", plural(len(facts.attempts), "attempt"))
-    if found[-1].back is None:
+    if found[-1].recovery is None:
         note = "restarting" if _is_coming_back(facts) else "training did not resume"
     else:
-        note = f"back after {brief(max(one.down_seconds for one in found if one.back is not None))} at most"
+        note = f"back after {brief(max(one.down_seconds for one in found if one.recovery is not None))} at most"
     return Tile("interruptions", str(len(found)), note, "lost")
 
 

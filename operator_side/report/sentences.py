@@ -61,13 +61,13 @@ def _course(facts: RunFacts) -> Iterator[str]:
     }.get(last.cause)
     if last.was_lost:
         how = f"It ended badly ({last.cause}): {truncate(last.message, _REASON_CHARACTERS_MAX)}."
-        if facts.over and facts.over not in last.message:
-            how += f" The supervisor's last message: {truncate(facts.over, _REASON_CHARACTERS_MAX)}."
+        if facts.final_message and facts.final_message not in last.message:
+            how += f" The supervisor's last message: {truncate(facts.final_message, _REASON_CHARACTERS_MAX)}."
     yield f"The run went {span}, in {plural(len(facts.attempts), 'attempt')}."
     yield how or (
         f"Attempt {last.number} was still running when the logs end; later events are not known."
-        if not facts.over
-        else f"The supervisor's last message: {truncate(facts.over, _REASON_CHARACTERS_MAX)}."
+        if not facts.final_message
+        else f"The supervisor's last message: {truncate(facts.final_message, _REASON_CHARACTERS_MAX)}."
     )
 
 
@@ -77,7 +77,7 @@ def _interruptions(facts: RunFacts) -> Iterator[str]:
         return
     if not found:
         unknown = "The logs show no interruption, and do not say why attempts ended."
-        yield "It was not interrupted." if facts.attempts[0].is_told else unknown
+        yield "It was not interrupted." if facts.attempts[0].is_supervised else unknown
         return
     names = [
         f"at {moment(one.stopped_at_unix)} ({one.cause}: {truncate(one.message, _REASON_CHARACTERS_MAX)})"
@@ -85,11 +85,11 @@ def _interruptions(facts: RunFacts) -> Iterator[str]:
     ]
     more = f"; and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
     yield f"It was interrupted {_times(len(found))}: {'; '.join(names)}{more}."
-    back = [one.down_seconds for one in found if one.back is not None]
+    back = [one.down_seconds for one in found if one.recovery is not None]
     if back:
         took = f"between {brief(min(back))} and {brief(max(back))}" if len(back) > 1 else brief(back[0])
         yield f"It took {took} from the first sign of a loss until all ranks trained again."
-    never = [one for one in found if one.back is None]
+    never = [one for one in found if one.recovery is None]
     if never:
         yield f"After the loss of attempt {never[-1].attempt.number} training did not resume, as far as is known."
     known = [one.lost.seconds for one in found if one.lost is not None]
@@ -145,7 +145,7 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
             f"Numbers that are not finite (NaN or infinite) are in {plural(len(broken), 'checkpoint')}; the first is "
             f"step {broken[0].step} (attempt {broken[0].attempt})."
         )
-    for one in facts.happened:
+    for one in facts.incidents:
         if one.event == "set_aside":
             yield f"{one.text[:1].upper()}{one.text[1:]}."
         if one.event == "rewound":
@@ -212,14 +212,14 @@ def _bad(facts: RunFacts) -> Iterator[Hint]:
             "damage; check the store and the machine that wrote it.",
             "checkpoints",
         )
-    drifted = [one for one in facts.happened if one.event == "divergence"]
+    drifted = [one for one in facts.incidents if one.event == "divergence"]
     if drifted:
         yield Hint(
             f"Replicas drifted apart at step {drifted[0].step}, first at {moment(drifted[0].at_unix)}: ranks that must "
             "be equal were not. Resume from a checkpoint before that step.",
             "troubles",
         )
-    fenced = [one for one in facts.happened if one.event == "fenced"]
+    fenced = [one for one in facts.incidents if one.event == "fenced"]
     if fenced:
         yield Hint("Another writer took over the run: make sure that only one job writes to it.", "troubles")
 
@@ -243,8 +243,8 @@ def _losses(facts: RunFacts) -> Iterator[Hint]:
     worst = max(facts.interruptions, key=lambda one: one.cost_seconds)
     cost = "" if worst.dollars is None else f" ({dollars(worst.dollars)})"
     text = f"The loss of attempt {worst.attempt.number} cost the most: {brief(worst.cost_seconds)}{cost}"
-    if worst.back is not None and worst.back.phases:
-        phase, value = max(worst.back.phases.items(), key=lambda one: one[1])
+    if worst.recovery is not None and worst.recovery.phases:
+        phase, value = max(worst.recovery.phases.items(), key=lambda one: one[1])
         longest = f"{brief(value)} {_PHASE_NAMES.get(phase, phase)}"
         text += f"; the longest phase until training continued was {longest}"
     yield Hint(text + ".", "interruptions")
@@ -252,7 +252,8 @@ def _losses(facts: RunFacts) -> Iterator[Hint]:
     if crashed:
         yield Hint(
             f"Attempt {crashed[-1].attempt.number} crashed by itself, not because of a preemption: "
-            f"{truncate(crashed[-1].attempt.message, _REASON_CHARACTERS_MAX)}. Its ranks' output is in the log directory.",
+            f"{truncate(crashed[-1].attempt.message, _REASON_CHARACTERS_MAX)}. "
+            "Its ranks' output is in the log directory.",
             "interruptions",
         )
 
@@ -269,7 +270,7 @@ def _not_taken(facts: RunFacts) -> Iterator[Hint]:
 
 
 def _store(facts: RunFacts) -> Iterator[Hint]:
-    held = [one for one in facts.happened if one.event in {"flush_held", "flush_failed", "verify_failed"}]
+    held = [one for one in facts.incidents if one.event in {"flush_held", "flush_failed", "verify_failed"}]
     if held:
         yield Hint(
             f"The store failed {_times(sum(one.times for one in held))}, first at {moment(held[0].at_unix)}: "

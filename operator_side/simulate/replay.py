@@ -172,9 +172,9 @@ class _Replay:
         self, timeline: Timeline, trained: Integers, training: Booleans, takes_us: Integers
     ) -> tuple[Integers, Integers]:
         """Return iterations (0: none) and begin of the newest checkpoint that began at least `takes_us` ago."""
-        saves = np.where(training, timeline.begun(trained - takes_us), 0)
+        saves = np.where(training, timeline.saves_begun(trained - takes_us), 0)
         kept = saves * self.every
-        begun_us = timeline.begin(saves)
+        begun_us = timeline.save_begin(saves)
         if not self.lead_us.any():
             return kept, begun_us
         noticed = np.maximum(trained - self.lead_us, 0)

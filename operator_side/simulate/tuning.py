@@ -76,15 +76,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class TuningResult:
-    question: TuningRequest
+    request: TuningRequest
     every: int  # iterations between two checkpoints: an argument of `Checkpointer`, not a setting
     advice: Advice
     settings: list[Setting]
     notes: list[str]
 
     def to_toml(self) -> str:
-        """Return the text of the file; equal questions give equal bytes."""
-        lines = [*_comment("Made by `holdfast tune`. Measured: " + self.question.profile.source), "#"]
+        """Return the text of the file; equal requests give equal bytes."""
+        lines = [*_comment("Made by `holdfast tune`. Measured: " + self.request.profile.source), "#"]
         for note in self.notes:
             lines += _comment(note)
         for table in dict.fromkeys(setting.table for setting in self.settings):
@@ -179,8 +179,8 @@ def _hazard(request: TuningRequest) -> tuple[Hazard, int]:
         price = nodes * request.spot_dollars + request.stager_dollars
     if trace is not None:
         return Hazard(trace.losses_per_hour, price), nodes
-    if request.seen is not None:
-        return Hazard.from_observed(request.seen, price), nodes
+    if request.failures is not None:
+        return Hazard.from_observed(request.failures, price), nodes
     assert request.mtbf_hours is not None
     return Hazard.from_mtbf(request.mtbf_hours, price), nodes
 
@@ -218,7 +218,9 @@ def _watch_setting(request: TuningRequest, measured: MeasuredCosts) -> Setting:
 # -- ring and machine ------------------------------------------------------------------------------------------------
 
 
-def _ring_settings(request: TuningRequest, measured: MeasuredCosts, cycle_seconds: float) -> tuple[list[Setting], list[str]]:
+def _ring_settings(
+    request: TuningRequest, measured: MeasuredCosts, cycle_seconds: float
+) -> tuple[list[Setting], list[str]]:
     image = request.image_bytes
     assert image is not None
     shape = Shape(request.ranks or 1, image)

@@ -26,9 +26,9 @@ from holdfast.telemetry.status_document import (
     checkpoint_status,
 )
 from holdfast.wire.failure_count import FailureCount
-from operator_side.status.loss import LossInputs, Loss, SavedPoint, loss_with_node, loss_with_trainers
+from operator_side.status.loss import Loss, LossInputs, SavedPoint, loss_with_node, loss_with_trainers
 from operator_side.status.ring_files import RingCheckpoint, RingSnapshot
-from operator_side.status.share_progress import ShareSnapshot, ShareProgress, share_progress
+from operator_side.status.share_progress import ShareProgress, ShareSnapshot, share_progress
 
 FAILURES = "; failures: "  # in the reason of an interval
 LEVELS = ("staged", "durable", "verified")
@@ -173,21 +173,22 @@ def compose(
 ) -> RunStatus:
     """Combine the findings of one look into a status. `run`: URL of the run, or another name for it."""
     flusher, stager, ring = found.flusher, found.stager, found.ring
-    flusher_said, stager_said = found.flusher_said, found.stager_said
-    rows = _rows(flusher_said, stager_said, ring, found.stored)
-    attempt = max((document.attempt for document in (flusher_said, stager_said) if document is not None), default=0)
+    flusher_document, stager_document = found.flusher_document, found.stager_document
+    rows = _rows(flusher_document, stager_document, ring, found.stored)
+    documents = (flusher_document, stager_document)
+    attempt = max((document.attempt for document in documents if document is not None), default=0)
     attempt = attempt or max((key[0] for key in rows), default=0)
-    ranks, ranks_total = _ranks(flusher_said, stager_said, ring)
+    ranks, ranks_total = _ranks(flusher_document, stager_document, ring)
     present = [rank for rank in ranks if rank.state in {"coming", "here", "silent"}]
-    is_running = stager.state != "gone" and (stager_said is None or bool(present))
+    is_running = stager.state != "gone" and (stager_document is None or bool(present))
     # Ranks that are still joining have done no work that a kill could lose.
     may_work = is_running and (not present or any(rank.state != "coming" for rank in present))
     since = stager.since_unix if stager.since_unix is not None else flusher.since_unix
     levels = {name: level for name in LEVELS if (level := _newest(rows, name)) is not None}
     saved = [(key, row.saved_at_unix) for key, row in sorted(rows.items()) if row.saved_at_unix is not None]
     interval = last_interval(saved)
-    if interval is not None and stager_said is not None:
-        interval = dataclasses.replace(interval, why=stager_said.interval_why)
+    if interval is not None and stager_document is not None:
+        interval = dataclasses.replace(interval, why=stager_document.interval_why)
     known = LossInputs(
         now_unix,
         (now_unix if since is None else since) if may_work else None,
@@ -197,7 +198,7 @@ def compose(
         step_seconds=interval.seconds / interval.steps if interval else None,
         dollars_per_hour=dollars_per_hour,
     )
-    document = stager_said or flusher_said
+    document = stager_document or flusher_document
     flights = tuple(_flights(ring, rows))
     newest = CheckpointId(flights[-1].attempt, flights[-1].step) if flights else CheckpointId(0, 0)
     return RunStatus(
@@ -207,10 +208,10 @@ def compose(
         is_running=is_running,
         flusher=flusher,
         stager=stager,
-        transport=stager_said.transport if stager_said else None,
-        waits_at=stager_said.waits_at if stager_said else "",
-        resume=stager_said.resume if stager_said else "",
-        resume_text=stager_said.resume_text if stager_said else "",
+        transport=stager_document.transport if stager_document else None,
+        waits_at=stager_document.waits_at if stager_document else "",
+        resume=stager_document.resume if stager_document else "",
+        resume_text=stager_document.resume_text if stager_document else "",
         ranks=ranks,
         ranks_total=ranks_total,
         levels=levels,
@@ -218,17 +219,17 @@ def compose(
         loss_node=loss_with_node(known),
         ring=ring,
         flights=flights,
-        shares=share_progress(newest, ring, flusher_said, found.others),
+        shares=share_progress(newest, ring, flusher_document, found.others),
         pgt1=_timings(rows, "pgt1_seconds"),
         pgt2=_timings(rows, "pgt2_seconds"),
         stall=_timings(rows, "stall_seconds"),
         interval=interval,
-        failures=_failures(flusher_said, stager_said),
+        failures=_failures(flusher_document, stager_document),
         checkpoints=tuple(row for _, row in sorted(rows.items()))[-CHECKPOINTS_MAX:],
         not_taken=document.not_taken if document else {},
         declined=document.declined if document else (),
-        notices=_lines(stager_said, flusher_said, "notices"),
-        problems=_lines(stager_said, flusher_said, "problems"),
+        notices=_lines(stager_document, flusher_document, "notices"),
+        problems=_lines(stager_document, flusher_document, "problems"),
         notes=tuple(found.notes),
     )
 
@@ -249,8 +250,8 @@ def _rows(
     for document in (flusher, stager):
         for row in document.checkpoints if document else ():
             _merge(rows, row)
-    for here in ring.checkpoints if ring else ():
-        _merge(rows, _row_of_ring(here))
+    for checkpoint in ring.checkpoints if ring else ():
+        _merge(rows, _row_of_ring(checkpoint))
     return rows
 
 
@@ -282,14 +283,14 @@ def _row_of_stored(one: StoredCheckpoint) -> CheckpointStatus:
     )
 
 
-def _row_of_ring(here: RingCheckpoint) -> CheckpointStatus:
-    record = StepRecord.from_json(here.record)
+def _row_of_ring(checkpoint: RingCheckpoint) -> CheckpointStatus:
+    record = StepRecord.from_json(checkpoint.record)
     saved, staged, pgt1 = record.saved_at_unix, record.staged_at_unix, record.pgt1_seconds
-    is_staged = here.state == "staged"
+    is_staged = checkpoint.state == "staged"
     return checkpoint_status(
-        here.attempt,
-        here.step,
-        image_bytes=here.image_bytes,
+        checkpoint.attempt,
+        checkpoint.step,
+        image_bytes=checkpoint.image_bytes,
         saved_at_unix=saved,
         # A staged checkpoint counts as staged even if its time is missing.
         staged_at_unix=(saved or 0.0 if staged is None else staged) if is_staged else None,
@@ -340,10 +341,10 @@ def _timings(rows: Mapping[CheckpointId, CheckpointStatus], name: str) -> Timing
 def _flights(
     ring: RingSnapshot | None, rows: Mapping[CheckpointId, CheckpointStatus]
 ) -> Iterable[RingCheckpoint]:
-    for here in ring.checkpoints if ring else ():
-        row = rows[CheckpointId(here.attempt, here.step)]
+    for checkpoint in ring.checkpoints if ring else ():
+        row = rows[CheckpointId(checkpoint.attempt, checkpoint.step)]
         if row.durable_at_unix is None:
-            yield dataclasses.replace(here, held=row.held)
+            yield dataclasses.replace(checkpoint, held=row.held)
 
 
 def _failures(flusher: StatusDocument | None, stager: StatusDocument | None) -> str:
@@ -362,8 +363,8 @@ def _ranks(
 ) -> tuple[tuple[RankStatus, ...], int]:
     """Return the stager's ranks, with the stall of each one's newest checkpoint, and their number."""
     stalls = {rank.rank: rank.stall_seconds for rank in (flusher.ranks if flusher else ())}
-    for here in ring.checkpoints if ring else ():  # newest last
-        stalls.update(StepRecord.from_json(here.record).stall_seconds)
+    for checkpoint in ring.checkpoints if ring else ():  # newest last
+        stalls.update(StepRecord.from_json(checkpoint.record).stall_seconds)
     if stager is None:
         return (), 0
     with_stalls = tuple(

@@ -82,12 +82,12 @@ class RunWatch:
             StoreError: There is nothing on this machine, and the store does not answer.
         """
         notes: list[str] = []
-        flusher, flusher_said = self._ask("flusher", notes)
-        stager, stager_said = self._ask("stager", notes)
-        if stager.state == "gone" and flusher_said is not None and flusher_said.stager_attached:
+        flusher, flusher_document = self._ask("flusher", notes)
+        stager, stager_document = self._ask("stager", notes)
+        if stager.state == "gone" and flusher_document is not None and flusher_document.stager_attached:
             stager = Peer("silent", note="it is attached to the flusher, but does not answer")
         ring = self._read_ring(self._ring, notes)
-        document = flusher_said or stager_said
+        document = flusher_document or stager_document
         if document is not None and self._url is None:
             self._url = document.run
         if flusher.state == "gone":
@@ -103,7 +103,7 @@ class RunWatch:
                 notes.append(f"the next job publishes the staged checkpoints in the ring; or run {command}")
         self._has_polled = True
         others = self._read_other_shares(notes)
-        found = RunEvidence(flusher, stager, flusher_said, stager_said, ring, others, self._stored, notes)
+        found = RunEvidence(flusher, stager, flusher_document, stager_document, ring, others, self._stored, notes)
         name = self._url or f"run key {self.directory.name}"
         return compose(name, self._clock(), found, dollars_per_hour=self._dollars_per_hour)
 
@@ -144,7 +144,7 @@ class RunWatch:
         found: list[ShareSnapshot] = []
         for index, directory in share_directories(self.directory).items():
             ring = self._read_ring(self._rings.setdefault(directory, RingFiles(directory)), notes)
-            flusher, said = self._ask("flusher", notes, directory)
+            flusher, document = self._ask("flusher", notes, directory)
             if ring is not None or document is not None:
                 found.append(ShareSnapshot(index, ring, document))
             if flusher.state == "gone" and ring is not None and ring.checkpoints:
@@ -160,7 +160,7 @@ class RunWatch:
     @staticmethod
     def _read_ring(files: RingFiles, notes: list[str]) -> RingSnapshot | None:
         try:
-            ring = files.look()
+            ring = files.snapshot()
         except HoldfastError as error:
             notes.append(f"the ring cannot be read: {error}")
             return None
@@ -195,7 +195,7 @@ class RunWatch:
         from holdfast.checkpoints.catalog import Catalog
         from holdfast.checkpoints.lease import find_possibly_live_writer
 
-        listing = Catalog(store).look()
+        listing = Catalog(store).read_listing()
         if listing.is_empty:
             raise StoreMissing(
                 f"{store.url}: this machine has neither a flusher nor a ring of this run ({self.directory}), and there "
@@ -236,7 +236,7 @@ class RunWatches:
                 f"{self._run or self._base}: there is no such run on this machine; name the URL of a run, or start the "
                 "command on the machine of its stager (`ssh HOST holdfast status`)"
             )
-        found = [watch.look() for watch in self._watches.values()]
+        found = [watch.poll() for watch in self._watches.values()]
         self.keys = {one.run: directory.name for one, directory in zip(found, self._watches, strict=True)}
         return sorted(found, key=lambda one: one.newest_unix, reverse=True)
 

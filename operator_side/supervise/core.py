@@ -98,7 +98,7 @@ class Core:
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
             case StepStaged(step, share):
-                if self._attempt.staged(step, share) if self._attempt is not None else share == WHOLE:
+                if self._attempt.record_staged(step, share) if self._attempt is not None else share == WHOLE:
                     self._record_progress(step, now)
             case StepDurable(step, of_attempt):
                 if not CheckpointId(of_attempt, step).is_set_aside(self._suspicion.set_aside):
@@ -110,8 +110,8 @@ class Core:
             case MpirunExited(status):
                 return self._handle_exit(status, now)
             case ResumeCompared(_, step, proof):
-                is_loud = proof.verdict is ProofVerdict.DIFFERS
-                return [Note("resume_proof", proof.text, {"step": step, **proof.to_json()}, loud=is_loud)]
+                is_warning = proof.verdict is ProofVerdict.DIFFERS
+                return [Note("resume_proof", proof.text, {"step": step, **proof.to_json()}, is_warning=is_warning)]
             case ClockTick():
                 return self._handle_tick(now)
             case _:
@@ -126,14 +126,14 @@ class Core:
             return []
         match event:
             case ProcessStarted(rank, host):
-                attempt.began[rank] = host
+                attempt.rank_hosts[rank] = host
             case AllJoined() if attempt.record_joined():
                 return self._record_mark("joined", "all ranks and stagers have joined", {}, now)
-            case RankRestored(rank, step, of_attempt, before) if attempt.is_last(attempt.restored, rank):
+            case RankRestored(rank, step, of_attempt, fallback) if attempt.record_rank(attempt.restored, rank):
                 fields = {"step": step}
                 self.newest_step = max(self.newest_step, step)  # a step from a ring may not be durable
                 if step >= 0 and of_attempt > 0:
-                    attempt.restored_from, attempt.before = CheckpointId(of_attempt, step), before
+                    attempt.restored_from, attempt.fallback = CheckpointId(of_attempt, step), fallback
                     fields["of_attempt"] = of_attempt
                 how = (
                     f"every rank has restored step {step}"
@@ -141,20 +141,20 @@ class Core:
                     else "no checkpoint to restore, a new run begins"
                 )
                 return self._record_mark("restored", how, fields, now)
-            case RankStepped(rank, step) if attempt.is_last(attempt.stepped, rank):
+            case RankStepped(rank, step) if attempt.record_rank(attempt.stepped, rank):
                 return self._handle_training(attempt, step, now)
             case ProcessExited():
                 return self._handle_death(attempt, event, now)
-            case RankSilence(rank, over):
-                if over:
+            case RankSilence(rank, is_over):
+                if is_over:
                     attempt.silent_since.pop(rank, None)
                 else:
                     attempt.silent_since.setdefault(rank, now)
             case RankDead(rank) if self.phase is SupervisorPhase.RUNNING:
-                attempt.lost(rank, now)
-                self._resumption.lost(now)
+                attempt.record_lost_rank(rank, now)
+                self._resumption.record_loss(now)
             case RankNoticed(rank):
-                attempt.noticed.add(attempt.began.get(rank, f"of rank {rank}"))
+                attempt.noticed_hosts.add(attempt.rank_hosts.get(rank, f"of rank {rank}"))
         return []
 
     def _handle_death(self, attempt: AttemptRecord, event: ProcessExited, now: float) -> list[Action]:
@@ -167,7 +167,7 @@ class Core:
         attempt.first_death_at = now
         if by_supervisor or not event.status:
             return []
-        self._resumption.lost(now)
+        self._resumption.record_loss(now)
         message = f"attempt {attempt.number}: {attempt.name(event.rank)} has ended with status {event.status}"
         if event.out_of_memory:
             message += f"; {MEMORY_KILL}"
@@ -176,12 +176,12 @@ class Core:
 
     def _record_mark(self, mark: str, message: str, fields: Mapping[str, Any], now: float) -> list[Action]:
         assert self._attempt is not None
-        self._resumption.reached(mark, now)
+        self._resumption.record_mark(mark, now)
         number = self._attempt.number
         return [Note(mark, f"attempt {number}: {message}", {"attempt": number, **fields})]
 
     def _handle_training(self, attempt: AttemptRecord, step: int, now: float) -> list[Action]:
-        phases = self._resumption.trained(now)
+        phases = self._resumption.record_training(now)
         message = (
             f"attempt {attempt.number}: training again after {phases['seconds']:.1f} s: step {step} is done"
         )
@@ -222,15 +222,15 @@ class Core:
     def _end_attempt(self, reason: str, now: float) -> list[Action]:
         assert self._attempt is not None
         if not self._stopping:
-            self._attempt.given_up = reason
+            self._attempt.give_up_reason = reason
             if self._attempt.first_death_at is None:
-                self._resumption.lost(now)
+                self._resumption.record_loss(now)
         self.phase = SupervisorPhase.ENDING
         # Ranks that have lost a peer cannot save again. Ranks told to stop still can, so ask them first.
         gently = bool(self._stopping)
         self._deadline = now + (self._limits.grace_seconds if gently else self._limits.kill_seconds)
         self._has_terminated, self._has_killed = not gently, False
-        return [Note("ending", reason, {"attempt": self._attempt.number}, loud=True), Terminate(gently)]
+        return [Note("ending", reason, {"attempt": self._attempt.number}, is_warning=True), Terminate(gently)]
 
     def _escalate(self, attempt: AttemptRecord, now: float) -> list[Action]:
         late = now >= self._deadline
@@ -248,7 +248,7 @@ class Core:
     def _handle_exit(self, status: int, now: float) -> list[Action]:
         assert self._attempt is not None
         self._attempt.mpirun_status = status
-        if self._attempt.gone:  # this decides the verdict; asking the fleet again would only delay it
+        if self._attempt.lost_hosts:  # this decides the verdict; asking the fleet again would only delay it
             return self._judge(now)
         self.phase, self._deadline = SupervisorPhase.JUDGING, now + self._limits.fleet_seconds_max
         return [PollFleet()]
@@ -257,9 +257,9 @@ class Core:
 
     def _handle_hosts(self, hosts: tuple[Host, ...] | None, now: float) -> list[Action]:
         attempt = self._attempt
-        missed = attempt is not None and attempt.looked(hosts)
-        if self.phase is SupervisorPhase.RUNNING and attempt is not None and attempt.gone:
-            return self._end_attempt(f"host {', '.join(sorted(attempt.gone))} is gone", now)
+        missed = attempt is not None and attempt.record_hosts(hosts)
+        if self.phase is SupervisorPhase.RUNNING and attempt is not None and attempt.lost_hosts:
+            return self._end_attempt(f"host {', '.join(sorted(attempt.lost_hosts))} is gone", now)
         if missed:
             return [PollFleet()]  # look again now: a host missed twice in a row is gone
         if self.phase is SupervisorPhase.JUDGING:
@@ -280,9 +280,9 @@ class Core:
                 return []  # the fleet watch keeps looking, and keeps requesting hosts
             self._has_logged_waiting = True
             message = f"there are hosts for {ranks} ranks, and at least {limits.ranks_min} are needed; waiting for more"
-            return [Note("waiting", message, {"ranks": ranks}, loud=True), PollFleet(limits.ranks - ranks)]
+            return [Note("waiting", message, {"ranks": ranks}, is_warning=True), PollFleet(limits.ranks - ranks)]
         self._attempt = AttemptRecord(self._next_attempt, ranks, placed, now, limits.stagers)
-        self._resumption.reached("launched", now)
+        self._resumption.record_mark("launched", now)
         self._next_attempt += 1
         self.phase = SupervisorPhase.RUNNING
         names = None if placed is None else [f"{host.name}:{host.slots}" for host in placed]
@@ -306,7 +306,7 @@ class Core:
         attempt = self._attempt
         assert attempt is not None
         self._attempt = None
-        self._resumption.reached("ended", now)
+        self._resumption.record_mark("ended", now)
         verdict = judge(attempt.evidence(stopping=bool(self._stopping)))
         fields = {
             "attempt": attempt.number,
@@ -324,31 +324,31 @@ class Core:
             return [note, *self._finish(verdict)]
         found = self._suspicion.check_attempt(verdict, attempt)
         final_verdict = self._restart_policy.final_verdict(
-            verdict, progressed=attempt.progressed, may_go_back=self._suspicion.is_open
+            verdict, progressed=attempt.progressed, may_set_aside=self._suspicion.is_open
         )
         if final_verdict is not None:
-            return [note, *self._finish(self._suspicion.told(final_verdict))]
+            return [note, *self._finish(self._suspicion.explain(final_verdict))]
         return [note, *self._set_aside(attempt.number, found, verdict), *self._pause(now)]
 
     def _set_aside(self, number: int, found: SetAside | None, verdict: Verdict) -> list[Action]:
         if found is None:
             return []
-        key, before, crashes = found
-        self._suspicion.take(found, verdict.mark)
-        self.newest_step = before.step  # any step beyond this one counts as progress again
+        key, fallback, crashes = found
+        self._suspicion.record_set_aside(found, verdict.signature)
+        self.newest_step = fallback.step  # any step beyond this one counts as progress again
         message = (
             f"{key} is set aside: {crashes} attempts that were restored from it crashed the same way "
-            f"({verdict.message}); the next attempt goes back to {before}"
+            f"({verdict.message}); the next attempt goes back to {fallback}"
         )
         fields = {
             "attempt": number,
             "step": key.step,
             "of_attempt": key.attempt,
-            "before_step": before.step,
-            "before_attempt": before.attempt,
+            "before_step": fallback.step,
+            "before_attempt": fallback.attempt,
             "crashes": crashes,
         }
-        return [Note("set_aside", message, fields, loud=True), RetainCheckpoint(key)]
+        return [Note("set_aside", message, fields, is_warning=True), RetainCheckpoint(key)]
 
     def _pause(self, now: float) -> list[Action]:
         pause_seconds = self._pause_seconds(self._restart_policy.restarts)

@@ -1,6 +1,6 @@
 """The exit code of `holdfast rank`: 75 for "run me again", 0 for done, and others for bugs. Pure.
 
-    how the command ended, the ranks' reports, the end of its stderr, signals ─► Seen ─► Evidence ─► judge ─► code
+how the command ended, the ranks' reports, the end of its stderr, signals ─► CommandOutcome ─► Evidence ─► judge ─► code
 
 A wrapper does not see other hosts. If a rank fails by a bug, its own wrapper ends with that rank's code, while the
 surviving ranks report a lost peer, for which their wrappers end with 75.
@@ -57,7 +57,7 @@ class ExitDecision(NamedTuple):
 
 @dataclass(slots=True)
 class ReportedRank:
-    """One process of the job, from its reports. `joined`: its attempt; None until it has joined the stager."""
+    """One process of the job, from its reports. `joined_attempt`: None until it has joined the stager."""
 
     pid: int
     rank: int
@@ -78,7 +78,7 @@ class _Job:
 
     @property
     def joined(self) -> bool:
-        return any(rank.joined is not None for rank in self.ranks.values())
+        return any(rank.joined_attempt is not None for rank in self.ranks.values())
 
     @property
     def size(self) -> int:
@@ -89,14 +89,14 @@ class _Job:
         """Attempts in a row without a newer checkpoint, this one included; 0 if this one has saved one."""
         if any(rank.staged for rank in self.ranks.values()):
             return 0
-        attempt = max((rank.joined or 0 for rank in self.ranks.values()), default=0)
-        return max(0, attempt - max((rank.restored for rank in self.ranks.values()), default=0))
+        attempt = max((rank.joined_attempt or 0 for rank in self.ranks.values()), default=0)
+        return max(0, attempt - max((rank.restored_attempt for rank in self.ranks.values()), default=0))
 
 
 def decide_exit_code(outcome: CommandOutcome, *, restarts_max: int) -> ExitDecision:
     """Judge the end of the command. `restarts_max`: how many attempts without a newer checkpoint still end with 75."""
     job = _job(outcome.reports)
-    noticed = signal.SIGTERM in outcome.told or any(rank.noticed for rank in job.ranks.values())
+    noticed = signal.SIGTERM in outcome.forwarded or any(rank.noticed for rank in job.ranks.values())
     deaths = _deaths(outcome, job)
     if outcome.status == 0 and not noticed:
         return ExitDecision(0, "done")
@@ -110,7 +110,8 @@ def decide_exit_code(outcome: CommandOutcome, *, restarts_max: int) -> ExitDecis
         code = getattr(error_class(verdict.exception), "exit_code", verdict.exit_code)
         return ExitDecision(code, verdict.message)
     if job.attempts_without_progress > restarts_max:
-        return ExitDecision(verdict.exit_code, f"{describe_no_progress(verdict, job.attempts_without_progress)}: {verdict.message}")
+        why = describe_no_progress(verdict, job.attempts_without_progress)
+        return ExitDecision(verdict.exit_code, f"{why}: {verdict.message}")
     # 75 needs a preemption, which others report, or another wrapper's 75, or a job that has joined: a job that never
     # joins must not be restarted forever.
     is_transient = verdict.cause is Cause.PREEMPTED or any(death.status == RETRY_EXIT_CODE for death in deaths)
@@ -125,8 +126,8 @@ def _evidence(outcome: CommandOutcome, deaths: tuple[Death, ...], *, noticed: bo
         0 if deaths else outcome.status,
         {death.rank: outcome.host for death in deaths},
         deaths,
-        noticed=(outcome.host,) if noticed else (),
-        stopping=signal.SIGINT in outcome.told,
+        noticed_hosts=(outcome.host,) if noticed else (),
+        stopping=signal.SIGINT in outcome.forwarded,
         launcher=outcome.command,
     )
 
@@ -178,7 +179,7 @@ def _death(failure: _Failure, job: _Job, outcome: CommandOutcome) -> Death:
     else:
         lost_peer = is_lost_peer(exception.rpartition(".")[2], text)
     lost_peer |= failure.status == RETRY_EXIT_CODE
-    return Death(failure.rank, failure.status, exception, failure.closed, lost_peer, outcome.out_of_memory)
+    return Death(failure.rank, failure.status, exception, failure.ended_by_torchrun, lost_peer, outcome.out_of_memory)
 
 
 def _job(reports: Sequence[dict[str, Any]]) -> _Job:
@@ -199,8 +200,8 @@ def _apply_report(rank: ReportedRank, report: dict[str, Any]) -> None:
     rank.noticed |= "noticed" in report
     match report:
         case {"joined": {"attempt": int(attempt), "ranks": int(ranks)}}:
-            rank.joined, rank.ranks = attempt, ranks
+            rank.joined_attempt, rank.ranks = attempt, ranks
         case {"restored": {"attempt": int(attempt)}}:
-            rank.restored = attempt
+            rank.restored_attempt = attempt
         case {"ended": {"exception": str(exception), "text": str(text)}}:
             rank.exception, rank.text = exception, text

@@ -32,7 +32,7 @@ class KeptFlusher:
         self._keeper.close()
 
     def wait_for_exit(self, seconds: float) -> bool:
-        """After `let_go`: wait up to `seconds` for the process to exit. Return whether it has."""
+        """After `release`: wait up to `seconds` for the process to exit. Return whether it has."""
         deadline = time.monotonic() + seconds
         while self._started and start_ticks(self._pid) == self._started:
             if time.monotonic() >= deadline:

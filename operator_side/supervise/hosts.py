@@ -1,6 +1,6 @@
 """The hosts that a job may use: this machine, or those of a file, of Slurm, or of a cloud (cluster/fleet.py).
 
-    Fleet.look() ─► reachable hosts, each with its slots ─► place(hosts, wanted) ─► number of ranks on each host
+    Fleet.list_hosts() ─► reachable hosts with their slots ─► place_ranks(hosts, wanted) ─► number of ranks on each host
 
 mpirun does not notice a host that has vanished, so the fleet checks: it asks the cloud, or tries to start `true` on the
 host, as mpirun would.
@@ -39,7 +39,7 @@ class Host(NamedTuple):
 
 
 class Fleet(Protocol):
-    """A source of hosts; `name` is for messages. A thread of its own calls `look`, which may take seconds."""
+    """A source of hosts; `name` is for messages. A thread of its own calls `list_hosts`, which may take seconds."""
 
     name: str
 
@@ -47,7 +47,7 @@ class Fleet(Protocol):
         """Return the usable hosts; None: this machine. Raises `HoldfastError`: unknown now; the last answer counts."""
 
     def request_hosts(self, wanted: int) -> None:
-        """Request hosts for this many more ranks. Called in the thread of `look`."""
+        """Request hosts for this many more ranks. Called in the thread of `list_hosts`."""
         # Hostfiles and Slurm allocations do not grow: a hostfile is edited by a person.
         del wanted
 
@@ -57,12 +57,12 @@ class LocalFleet(Fleet):
 
     name = "this machine"
 
-    def look(self) -> None:
+    def list_hosts(self) -> None:
         return None
 
 
 class HostFile(Fleet):
-    """The hosts of an mpirun hostfile, `name slots=8` on each line. Each look reads the file again."""
+    """The hosts of an mpirun hostfile, `name slots=8` on each line. Each call of `list_hosts` reads it again."""
 
     def __init__(self, path: Path, *, agent: Sequence[str] | None = None) -> None:
         self._path, self._agent = path, agent or SSH
@@ -89,7 +89,7 @@ class HostFile(Fleet):
             found[match["name"]] = found.get(match["name"], 0) + (int(slots[1]) if slots else 1)
         return tuple(Host(name, slots) for name, slots in found.items() if slots)
 
-    def look(self) -> tuple[Host, ...]:
+    def list_hosts(self) -> tuple[Host, ...]:
         hosts = self.read()
         with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="probe") as probes:
             reachable = list(probes.map(lambda host: is_local_host(host.name) or self._is_reachable(host.name), hosts))
@@ -139,7 +139,7 @@ class Slurm(Fleet):
             )
         self._hosts = tuple(Host(name, count) for name, count in zip(names, tasks, strict=True))
 
-    def look(self) -> tuple[Host, ...]:
+    def list_hosts(self) -> tuple[Host, ...]:
         """Return the nodes of the job that Slurm does not report as down, failing or powered off."""
         # With --no-kill a failed node leaves the job; after its repair it may belong to another job.
         job_nodes = _NODES_OF_JOB.search(self._scontrol(["show", "job", self._job, "--oneliner"]))

@@ -1,7 +1,7 @@
 """The output of an attempt: split by mpirun's tags, written to one file per process, searched for exceptions.
 
 mpirun --output tag ─► [1,3]<stderr>: text ─► attempt-002/rank-3.log     and to stdout or stderr of this command
-                       [1,3]<stderr>: <01>holdfast {"ended": …} ─► Began, Ended, Restored, Stepped
+                       [1,3]<stderr>: <01>holdfast {"ended": …} ─► ProcessStarted, ProcessExited, RankRestored, …
                        output of mpirun itself ─► attempt-002/mpirun.log
 """
 
@@ -62,10 +62,10 @@ def parse_report(text: str) -> messages.Report | None:
         if kind == "proof" and type(fields["step"]) is int:
             return messages.ResumeCompared(rank, fields["step"], ResumeProof.from_json(fields))
         if kind == "restored" and type(fields["step"]) is int:
-            attempt, before = fields.get("attempt", 0), fields.get("before")
+            attempt, fallback = fields.get("attempt", 0), fields.get("before")
             if type(attempt) is int:
                 return messages.RankRestored(
-                    rank, fields["step"], attempt, None if before is None else CheckpointId.from_label(before)
+                    rank, fields["step"], attempt, None if fallback is None else CheckpointId.from_label(fallback)
                 )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
@@ -162,26 +162,26 @@ def _parse_share(text: object) -> ShareNumber | None:
         return None
 
 
-def parse_event(said: dict[str, Any]) -> messages.LogEvent | None:
+def parse_event(line: dict[str, Any]) -> messages.LogEvent | None:
     """Translate one line of an event log into an event for the core; None if the core needs none."""
-    step, role = said.get("step"), said.get("role")
+    step, role = line.get("step"), line.get("role")
     if type(step) is int:
-        match said.get("event"), role:
+        match line.get("event"), role:
             case "staged", "stager":
-                share = _parse_share(said.get("share"))
+                share = _parse_share(line.get("share"))
                 return None if share is None else messages.StepStaged(step, share)
             case "durable" | "recovered", "flusher":
-                attempt = said.get("attempt")
+                attempt = line.get("attempt")
                 return messages.StepDurable(step, attempt if type(attempt) is int else 0)
         return None
-    rank, noticed, lost = said.get("silent_rank"), said.get("told_rank"), said.get("lost_rank")
-    match said.get("event"), role:
+    rank, noticed, lost = line.get("silent_rank"), line.get("told_rank"), line.get("lost_rank")
+    match line.get("event"), role:
         case "rank_silent" | "rank_back" as event, "stager" if type(rank) is int:
-            return messages.RankSilence(rank, over=event == "rank_back")
+            return messages.RankSilence(rank, is_over=event == "rank_back")
         case "rank_lost", "stager" if type(lost) is int:
             return messages.RankDead(lost)
         case "stager_ready", "stager":
             return messages.AllJoined()
-        case "notice", "stager" if type(noticed) is int and said.get("kind") == "terminate":
+        case "notice", "stager" if type(noticed) is int and line.get("kind") == "terminate":
             return messages.RankNoticed(noticed)  # after a rebalance recommendation most hosts stay alive
     return None

@@ -45,7 +45,7 @@ class JobProcesses:
         self._logs, self._relay, self._stagers = files.logs, relay, len(files.rings)
         self._segments = SegmentFolder(files.rings[0])
         self._attempt: Attempt | None = None
-        self._output: Output | None = None  # kept after the attempt, for `last_words`
+        self._output: Output | None = None  # kept after the attempt, for `log_excerpt`
 
     def launch(self, launch: Launch) -> None:
         directory = self._logs / f"attempt-{launch.attempt:03d}"
@@ -55,7 +55,7 @@ class JobProcesses:
             labels = [environment.get(SET_ASIDE_VARIABLE, ""), *(key.label for key in launch.set_aside)]
             environment[SET_ASIDE_VARIABLE] = ",".join(filter(None, labels))
         if launch.hosts is None:
-            environment = self._segments.make(environment)
+            environment = self._segments.prepare(environment)
         self._attempt = Attempt(self._command(launch), environment)
 
     def wait(self, seconds: float, wake_fd: int) -> None:

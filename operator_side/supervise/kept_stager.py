@@ -86,7 +86,7 @@ class KeptStager:
     def stop(self) -> None:
         """Ask the stager to accept no further job and exit; the flusher exits once everything staged is stored."""
         self._restart_at = None
-        self._flusher.let_go()
+        self._flusher.release()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
@@ -105,7 +105,7 @@ class KeptStager:
 
     def close(self) -> None:
         """Kill the stager if it still runs; the flusher keeps running."""
-        self._flusher.let_go()
+        self._flusher.release()
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()

@@ -108,7 +108,7 @@ class AttemptRecord:
         """Return why the attempt cannot continue, or "" if it can."""
         # If a rank was killed before all had joined, the others wait for it in MPI forever, and have nothing to save.
         # If the stagers have exited by themselves, all ranks have left or are lost: nothing more is saved.
-        hopeless = (self.stagers_ended(well=True) or not self.all_joined) and any(
+        hopeless = (self.stagers_ended(cleanly=True) or not self.all_joined) and any(
             death.is_killed_from_outside for death in self.deaths
         )
         grace_seconds = 0.0 if hopeless else limits.lost_seconds_max

@@ -34,11 +34,11 @@ class Resumption:
     def record_training(self, now: float) -> dict[str, float]:
         """Record that training continues. Return the seconds between marks, named by the later mark, and their sum."""
         self.record_mark("training", now)
-        seen = [mark for mark in MARKS if mark in self._at]
+        reached = [mark for mark in MARKS if mark in self._at]
         phases = {
             f"{after}_seconds": round(self._at[after] - self._at[before], 3)
-            for before, after in itertools.pairwise(seen)
+            for before, after in itertools.pairwise(reached)
         }
-        phases["seconds"] = round(now - self._at[seen[0]], 3)
+        phases["seconds"] = round(now - self._at[reached[0]], 3)
         self._at = {}
         return phases

@@ -43,18 +43,18 @@ class FleetWatch(threading.Thread):
     def __init__(self, fleet: Fleet, poll_seconds: float) -> None:
         super().__init__(name="fleet", daemon=True)
         self._fleet, self._poll_seconds = fleet, poll_seconds
-        self._wake, self._is_stopped = threading.Event(), False
-        self.extra_slots = 0  # slots to request at each look
+        self._wake, self._is_ending = threading.Event(), False
+        self.extra_slots = 0  # slots to request at each poll
         self._results: queue.SimpleQueue[tuple[Host, ...] | None] = queue.SimpleQueue()
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def poll_now(self, replace: int) -> None:
-        """Look now; request this many more slots from the fleet, now and at each later look."""
-        self.extra_slots = replace
+    def poll_now(self, extra_slots: int) -> None:
+        """Poll now; request this many more slots from the fleet, now and at each later poll."""
+        self.extra_slots = extra_slots
         self._wake.set()
 
     def fileno(self) -> int:
-        """Readable when `take` has something to return."""
+        """Readable when `drain_results` has something to yield."""
         return self._eventfd
 
     def drain_results(self) -> Iterator[tuple[Host, ...] | None]:
@@ -65,20 +65,20 @@ class FleetWatch(threading.Thread):
             yield self._results.get()
 
     def stop(self) -> None:
-        # Do not join: a look in progress may block for a long network timeout.
-        self._is_stopped = True
+        # Do not join: a poll in progress may block for a long network timeout.
+        self._is_ending = True
         self._wake.set()
 
     def run(self) -> None:
         while True:
             self._wake.wait(self._poll_seconds)
             self._wake.clear()
-            if self._is_stopped:
+            if self._is_ending:
                 return
             try:
                 if self.extra_slots:
-                    self._fleet.replace(self.extra_slots)
-                self._results.put(self._fleet.look())
+                    self._fleet.request_hosts(self.extra_slots)
+                self._results.put(self._fleet.list_hosts())
                 os.eventfd_write(self._eventfd, 1)
             except HoldfastError as error:
                 _log.warning("%s: %s; the hosts of the last look still count", self._fleet.name, error)
@@ -88,8 +88,8 @@ class FleetWatch(threading.Thread):
 
 class Supervisor:
     """Runs a job until it is done, stopped, or not worth another attempt. Only for the main thread, because it handles
-    signals. `watch`: started here. `last_look`: returns the final verdict once the flusher has ended. `tell`: called
-    with each event of the run; must return at once.
+    signals. `watch`: started here. `final_check`: returns the final verdict once the flusher has ended.
+    `on_event`: called with each event of the run; must return at once.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class Supervisor:
             self._wait_for_flushers(flushers)
             verdict = self._final_check(self._verdict)
             fields = {"cause": verdict.cause.value, "exit_code": verdict.exit_code}
-            self._note("over", verdict.message, fields, loud=verdict.exit_code != 0)
+            self._note("over", verdict.message, fields, is_warning=verdict.exit_code != 0)
         finally:
             for flusher in flushers:
-                flusher.let_go()
+                flusher.release()
             self._job.close()
             self._watch.stop()
             self._status.close()
@@ -137,24 +137,24 @@ class Supervisor:
                 signal.signal(number, handler)
         return verdict
 
-    # -- one turn --------------------------------------------------------------------------------------------------
+    # -- one poll --------------------------------------------------------------------------------------------------
 
     def _poll_once(self) -> None:
         self._job.wait(_POLL_SECONDS, self._watch.fileno())
         while self._signals:
             number = self._signals.pop(0)
             if number == signal.SIGUSR1:  # a notice, for the ranks that watch for it
-                self._job.pass_on(number)
+                self._job.forward_signal(number)
                 continue
             self._handle(messages.Stop(f"this command received {signal.Signals(number).name}"))
-        reports, status = self._job.hear()
+        reports, status = self._job.poll()
         for report in reports:
             self._handle(report)
         # Before handling mpirun's end: steps that became durable until then count as progress of this attempt.
         self._read_event_log()
         if status is not None:
             self._handle(messages.MpirunExited(status))
-        for hosts in self._watch.take():
+        for hosts in self._watch.drain_results():
             self._handle(messages.HostsSeen(hosts))
         self._handle(messages.ClockTick())
 
@@ -174,10 +174,10 @@ class Supervisor:
     def _execute(self, actions: list[messages.Action]) -> None:
         for action in actions:
             match action:
-                case messages.PollFleet(replace):
-                    self._watch.ask(replace)
+                case messages.PollFleet(extra_slots):
+                    self._watch.poll_now(extra_slots)
                 case messages.Launch():
-                    self._watch.replace = 0
+                    self._watch.extra_slots = 0
                     self._job.launch(action)
                 case messages.Terminate(gently):
                     self._job.terminate(gently=gently)
@@ -185,8 +185,8 @@ class Supervisor:
                     self._job.kill()
                 case messages.RetainCheckpoint(key):
                     self._retain_checkpoint(key)
-                case messages.Note(event, message, fields, loud):
-                    self._note(event, message, fields, loud=loud)
+                case messages.Note(event, message, fields, is_warning):
+                    self._note(event, message, fields, is_warning=is_warning)
                 case messages.Finish(verdict):
                     self._verdict = verdict
 
@@ -196,15 +196,15 @@ class Supervisor:
         except HoldfastError as error:
             _log.warning("retention is not told to keep %s, and may remove it: %s", key, error)
 
-    def _note(self, event: str, message: str, fields: Mapping[str, Any], *, loud: bool) -> None:
-        _log.log(logging.WARNING if loud else logging.INFO, "%s", message)
+    def _note(self, event: str, message: str, fields: Mapping[str, Any], *, is_warning: bool) -> None:
+        _log.log(logging.WARNING if is_warning else logging.INFO, "%s", message)
         self._status.emit(event, {"message": message, **fields})
         self._on_event({"event": event, "role": "supervisor", "message": message, **fields})
 
     def _wait_for_flushers(self, flushers: Sequence[KeptFlusher]) -> None:
         """Wait until everything staged is durable and the rings are removed."""
         for flusher in flushers:  # release all of them first: they wait for each other
-            flusher.let_go()
+            flusher.release()
         deadline = time.monotonic() + _DRAIN_SECONDS_MAX
         for flusher, ring in zip(flushers, self._rings, strict=True):
             if not self._wait_for_flusher(flusher, ring, deadline):
@@ -215,19 +215,19 @@ class Supervisor:
                     f"not every staged checkpoint is in the store; the ring is kept in {ring}: start the run again, "
                     "or `holdfast flusher`, to publish them"
                 )
-                self._note("ring_left", message, {"directory": str(ring)}, loud=True)
+                self._note("ring_left", message, {"directory": str(ring)}, is_warning=True)
 
     def _wait_for_flusher(self, flusher: KeptFlusher, ring: Path, deadline: float) -> bool:
         """Wait for the flusher to exit; False at the deadline or at a signal."""
         if not flusher.wait_for_exit(_POLL_SECONDS):
             message = "waiting until the flusher has made every staged checkpoint durable"
-            self._note("draining", message, {}, loud=False)
+            self._note("draining", message, {}, is_warning=False)
         while not flusher.wait_for_exit(_POLL_SECONDS):
             if self._signals or time.monotonic() > deadline:
                 message = (
                     f"the flusher is still writing, and continues without this command; its ring is {ring}"
                 )
-                self._note("flusher_left", message, {}, loud=True)
+                self._note("flusher_left", message, {}, is_warning=True)
                 return False
         return True
 

@@ -80,7 +80,7 @@ class StepDurable(NamedTuple):
 
 
 class RankSilence(NamedTuple):
-    """The stager no longer hears from a rank; `over`: it does again."""
+    """The stager no longer hears from a rank; `is_over`: it does again."""
 
     rank: int
     is_over: bool = False
@@ -103,7 +103,7 @@ Event = ClockTick | HostsSeen | MpirunExited | Stop | Report | LogEvent
 
 
 class PollFleet(NamedTuple):
-    """Ask the fleet now and at intervals. `replace`: number of slots to request each time."""
+    """Ask the fleet now and at intervals. `extra_slots`: number of slots to request each time."""
 
     extra_slots: int = 0
 

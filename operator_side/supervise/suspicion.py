@@ -22,7 +22,7 @@ from operator_side.supervise.verdict import OUT_OF_MEMORY, Cause, Verdict
 
 
 class SetAside(NamedTuple):
-    """A checkpoint to set aside; the next attempt restores `before`."""
+    """A checkpoint to set aside; the next attempt restores `fallback`."""
 
     key: CheckpointId
     fallback: CheckpointId
@@ -53,26 +53,27 @@ class Suspicion:
         if self._in_a_row and attempt.staged_step > self._highest_step:
             self._in_a_row, self._highest_step, self._has_caught_up = 0, -1, False
         self._has_caught_up |= self._in_a_row > 0 and attempt.staged_step == self._highest_step
-        if verdict.cause is not Cause.CRASHED or verdict.mark == OUT_OF_MEMORY:
+        if verdict.cause is not Cause.CRASHED or verdict.signature == OUT_OF_MEMORY:
             return None
-        key, before = attempt.restored_from, attempt.before
-        if key is None or before is None or attempt.staged_step >= 0:
+        key, fallback = attempt.restored_from, attempt.fallback
+        if key is None or fallback is None or attempt.staged_step >= 0:
             self._suspect, self._crashes = None, 0
             return None
-        if self._in_a_row >= self._in_a_row_max or (self._has_caught_up and verdict.mark == self._signature):
+        if self._in_a_row >= self._in_a_row_max or (self._has_caught_up and verdict.signature == self._signature):
             return None
-        suspect = (key, verdict.mark)
+        suspect = (key, verdict.signature)
         self._crashes = self._crashes + 1 if suspect == self._suspect else 1
         self._suspect = suspect
         self.is_open = True
-        return SetAside(key, before, self._crashes) if self._crashes >= self._crashes_max else None
+        return SetAside(key, fallback, self._crashes) if self._crashes >= self._crashes_max else None
 
     def record_set_aside(self, found: SetAside, signature: str) -> None:
-        """Set the checkpoint aside, for crashes with this mark."""
+        """Set the checkpoint aside, for crashes with this signature."""
         self.set_aside += (found.key,)
         self._suspect, self._crashes = None, 0
         self._in_a_row += 1
-        self._highest_step, self._signature, self._has_caught_up = max(self._highest_step, found.key.step), signature, False
+        self._highest_step = max(self._highest_step, found.key.step)
+        self._signature, self._has_caught_up = signature, False
 
     def explain(self, final_verdict: Verdict) -> Verdict:
         """Return the run's last verdict, with the checkpoints that were set aside without success."""

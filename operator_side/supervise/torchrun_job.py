@@ -73,23 +73,23 @@ def torchrun_line(
     return [*line, "--no-python", *tied_to_any_parent([*python, *command])]
 
 
-def as_supervisor_event(said: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_supervisor_event(line: Mapping[str, Any]) -> Mapping[str, Any]:
     """Reword a stager's event as the supervisor of an mpirun job would; torchrun's job has no supervisor."""
-    match said.get("role"), said.get("event"):
+    match line.get("role"), line.get("event"):
         case "stager", "resume_proof":
-            return {**said, "role": "supervisor", "message": said.get("text")}
+            return {**line, "role": "supervisor", "message": line.get("text")}
         case "stager", "rank_lost":
             message = (
-                f"rank {said.get('lost_rank')} is lost, and torchrun restarts the ranks: {said.get('reason')}"
+                f"rank {line.get('lost_rank')} is lost, and torchrun restarts the ranks: {line.get('reason')}"
             )
             return {"role": "supervisor", "event": "ended", "cause": "killed", "message": message}
-    return said
+    return line
 
 
 class TorchrunJob:
     """Runs stager and torchrun. Only for the main thread, because it handles signals. `environment`: gets the stager's
-    address. `events`: log of stager and flusher. `grace_seconds`: for ranks told to end. `tell`: called with each
-    event; must return at once. `newest_step`: the newest staged or durable; starts as the store's, or -1.
+    address. `events`: log of stager and flusher. `grace_seconds`: for ranks told to end. `on_event`: called with
+    each event; must return at once. `newest_step`: the newest staged or durable; starts as the store's, or -1.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class TorchrunJob:
     def _start(self) -> TorchrunOutcome | None:
         """Start torchrun once the stager listens. Return the job's end if that fails."""
         deadline = time.monotonic() + _LISTENS_SECONDS_MAX
-        while not self._stager.listens():
+        while not self._stager.check_listening():
             self._handle_signals()
-            status = self._stager.ended()
+            status = self._stager.poll()
             if self._stop_signal:
                 return TorchrunOutcome(
                     self._signal_code(),
@@ -185,8 +185,8 @@ class TorchrunJob:
         return TorchrunOutcome(_code(status))
 
     def _check_stager(self) -> None:
-        self._stager.tick()
-        status = self._stager.ended()
+        self._stager.restart_if_due()
+        status = self._stager.poll()
         if status is None or self._stop_signal or self._given_up is not None:
             return
         how = (
@@ -194,7 +194,7 @@ class TorchrunJob:
             if status < 0
             else f"the stager ended with {status}"
         )
-        pause_seconds = self._stager.again()
+        pause_seconds = self._stager.schedule_restart()
         if pause_seconds is None:
             times = self._stager.restarts + 1
             message = f"{how}, {times} times in a row without a newer checkpoint; the ranks are ended"

@@ -36,7 +36,7 @@ _OWN_FAULTS = frozenset(
 _PERMANENT_ERRORS = frozenset({"ConfigError", "StateError", "ResumeDiffers"})
 _USAGE_EXIT_CODE = 2
 INTERRUPTED = 130
-OUT_OF_MEMORY = "out of memory"  # mark of these verdicts
+OUT_OF_MEMORY = "out of memory"  # signature of these verdicts
 MEMORY_KILL = "the kernel has killed a process of its control group, because the memory was used up"
 _SIGKILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the process itself; a child of a shell
 
@@ -117,8 +117,8 @@ def judge(evidence: Evidence) -> Verdict:
         how = "the job was ended because this command received a signal"
         return Verdict(Cause.STOPPED, how, "stopped", exit_code=INTERRUPTED)
     for reason, hosts in (
-        ("is gone", evidence.gone),
-        ("had a notice that it will be taken away", evidence.noticed),
+        ("is gone", evidence.lost_hosts),
+        ("had a notice that it will be taken away", evidence.noticed_hosts),
     ):
         if hosts:
             names = ", ".join(sorted(hosts))
@@ -140,10 +140,10 @@ def error_class(exception: str) -> type[HoldfastError] | None:
 
 
 def _killed(evidence: Evidence) -> Verdict | None:
-    starved = next((death for death in evidence.deaths if death.starved), None)
-    if starved is not None:
-        how = f"{_describe_process(starved.rank, evidence)} was killed by the kernel because the memory was used up"
-        return Verdict(Cause.CRASHED, how, OUT_OF_MEMORY, starved.rank, 128 + signal.SIGKILL)
+    victim = next((death for death in evidence.deaths if death.is_oom_killed), None)
+    if victim is not None:
+        how = f"{_describe_process(victim.rank, evidence)} was killed by the kernel because the memory was used up"
+        return Verdict(Cause.CRASHED, how, OUT_OF_MEMORY, victim.rank, 128 + signal.SIGKILL)
     killed = [death for death in evidence.deaths if death.is_killed_from_outside]
     if killed:
         first = killed[0]
@@ -157,16 +157,16 @@ def _killed(evidence: Evidence) -> Verdict | None:
             f"{who} died together with the process that reports its end, as when a container or pod is killed"
         )
         return Verdict(Cause.KILLED, how, "killed unreported", None, 128 + signal.SIGKILL)
-    if evidence.mpirun_status < 0 and not evidence.given_up:
+    if evidence.mpirun_status < 0 and not evidence.give_up_reason:
         how = f"{evidence.launcher} was killed by {signal_name(-evidence.mpirun_status)}"
         return Verdict(Cause.KILLED, how, "killed mpirun", None, 128 - evidence.mpirun_status)
     return None
 
 
 def _ended_by_supervisor(evidence: Evidence) -> Verdict | None:
-    if not evidence.given_up:
+    if not evidence.give_up_reason:
         return None
-    lost = Verdict(Cause.LOST, evidence.given_up, f"lost {evidence.given_up.split(':')[0]}", None, 9)
+    lost = Verdict(Cause.LOST, evidence.give_up_reason, f"lost {evidence.give_up_reason.split(':')[0]}", None, 9)
     return _crashed(evidence) or lost  # a process may have crashed before the supervisor ended the others
 
 
@@ -197,7 +197,7 @@ def _crashed(evidence: Evidence) -> Verdict | None:
         first.rank,
         code,
         first.exception,
-        hopeless=short in _PERMANENT_ERRORS or first.status == _USAGE_EXIT_CODE,
+        is_permanent=short in _PERMANENT_ERRORS or first.status == _USAGE_EXIT_CODE,
     )
 
 
@@ -211,23 +211,24 @@ def _not_durable(evidence: Evidence) -> Verdict | None:
     first = next((death for death in evidence.deaths if _is_not_durable(death, evidence)), None)
     if first is None:
         return None
-    how = f"{_describe_process(first.rank, evidence)} has ended, and the newest step that was to be saved is not durable"
+    who = _describe_process(first.rank, evidence)
+    how = f"{who} has ended, and the newest step that was to be saved is not durable"
     code = errors.NotDurable.exit_code
     return Verdict(Cause.LOST, how, "not durable", first.rank, code, first.exception)
 
 
 def _lost_peer(evidence: Evidence) -> Verdict | None:
-    left = next((death for death in evidence.deaths if death.lost_peer), None)
-    if left is None:
+    first = next((death for death in evidence.deaths if death.lost_peer), None)
+    if first is None:
         return None
-    how = f"{_describe_process(left.rank, evidence)} ended because it had lost another process of the job"
-    if left.exception:
-        how = f"{how} ({left.exception})"
-    return Verdict(Cause.LOST, how, "lost peer", left.rank, errors.PeerLost.exit_code, left.exception)
+    how = f"{_describe_process(first.rank, evidence)} ended because it had lost another process of the job"
+    if first.exception:
+        how = f"{how} ({first.exception})"
+    return Verdict(Cause.LOST, how, "lost peer", first.rank, errors.PeerLost.exit_code, first.exception)
 
 
 def _unreported_end(evidence: Evidence) -> Verdict:
-    if not evidence.began:
+    if not evidence.rank_hosts:
         how = f"mpirun ended with status {evidence.mpirun_status} before any process had begun"
         return Verdict(Cause.UNLAUNCHED, how, f"unlaunched {evidence.mpirun_status}", None, 9)
     unreported = sorted(set(range(evidence.ranks)) - {death.rank for death in evidence.deaths})
@@ -238,7 +239,7 @@ def _unreported_end(evidence: Evidence) -> Verdict:
 
 def _describe_process(rank: int, evidence: Evidence) -> str:
     name = process_name(rank, evidence.ranks, evidence.stagers)
-    return f"{name} on {evidence.began[rank]}" if rank in evidence.began else name
+    return f"{name} on {evidence.rank_hosts[rank]}" if rank in evidence.rank_hosts else name
 
 
 def process_name(rank: int, ranks: int, stagers: int) -> str:

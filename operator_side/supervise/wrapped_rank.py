@@ -1,7 +1,7 @@
 """One rank, or one torchrun, under `holdfast rank`: starts it, forwards signals, and reads its reports at the end.
 
     signals ─► the command ─► its stderr: passed through, and its end kept      reports of the ranks: a file
-                                                         └────────► Seen ◄───────────┘
+                                                         └───► CommandOutcome ◄──────┘
 
 The command has its own process group, so it gets a signal sent to this process's group once, through this process. The
 command dies with this process, and inside torchrun this process dies with torchrun's agent.

@@ -29,13 +29,13 @@ class Admission:
     """The verdicts, the announced layouts, and the ranks that cannot take part.
 
     Attributes:
-        ended_for_good: Why every checkpoint is refused; empty while they are accepted.
+        refuse_all_reason: Why every checkpoint is refused; empty while they are accepted.
         is_stopping: The stager was told to stop: a step that no rank has offered yet is refused.
         lost: rank → why it is lost.
     """
 
     def __init__(self) -> None:
-        self.ended_for_good = ""
+        self.refuse_all_reason = ""
         self.is_stopping = False
         self.lost: dict[int, str] = {}
         self._silent: dict[int, tuple[str, float]] = {}  # rank → its name, and since when it has been silent
@@ -83,8 +83,8 @@ class Admission:
         return None if error is None else {"reason": str(error), "code": error.code}
 
     def _refusal_error(self, step: int, under_way: Collection[int], now: float) -> HoldfastError | None:
-        if self.ended_for_good:
-            return PeerLost(self.ended_for_good)
+        if self.refuse_all_reason:
+            return PeerLost(self.refuse_all_reason)
         if self.lost:
             return PeerLost(f"no checkpoint can be whole: {'; '.join(self.lost.values())}")
         if self._silent:

@@ -90,7 +90,7 @@ class Checkpoint:
     @property
     def ungranted(self) -> int:
         """How many chunks have no slot yet."""
-        return 0 if self.queue is None else self.queue.left
+        return 0 if self.queue is None else self.queue.remaining
 
     @property
     def next_chunk(self) -> int | None:
@@ -107,7 +107,7 @@ class Checkpoint:
         self.frames_left = dict(enumerate(_frames_in(layout, chunks)))
         self.frames_missing = sum(self.frames_left.values())
 
-    def owed_by(self, rank: int) -> bool:
+    def is_waiting_for(self, rank: int) -> bool:
         """Whether `rank` has still to offer or to send."""
         return self.phase is Phase.OFFERING or self.frames_left.get(rank, 0) > 0
 
@@ -119,19 +119,19 @@ class Checkpoint:
     def choose_chunk(self, free: int) -> int | None:
         """The next chunk to get a slot, given `free` slots; None if no chunk may have one now."""
         queue = self.queue
-        if queue is None or not queue.left or free <= 0:
+        if queue is None or not queue.remaining or free <= 0:
             return None
         end = queue.part_end(self.part_chunks)
         if free > queue.missing_below(end):
-            return queue.fewest()
+            return queue.least_credited()
         # Keep the remaining slots for the lowest part, the only one that is sure to be flushed. Until the flusher has
         # reported its part size, only the lowest chunk is known to be in it.
-        return queue.fewest_below(end) if self.phase is Phase.RECEIVING else queue.lowest()
+        return queue.least_credited_below(end) if self.phase is Phase.RECEIVING else queue.lowest()
 
     def assign_slot(self, chunk: int, slot: int) -> None:
-        """Note the slot of `chunk`, which `choose` has returned."""
+        """Note the slot of `chunk`, which `choose_chunk` has returned."""
         assert self.queue is not None
-        self.queue.take(chunk)
+        self.queue.remove(chunk)
         self.open_slots[chunk], self.complete[chunk] = slot, {}
 
     def add_credit(self, chunk: int, rank: int, credit: Credit) -> None:
@@ -139,7 +139,7 @@ class Checkpoint:
         self.credits[chunk, rank] = credit
         self.unsettled[chunk] = self.unsettled.get(chunk, 0) + 1
         if self.queue is not None:
-            self.queue.credit(rank, 1)
+            self.queue.count_credit(rank, 1)
 
     def settle_credit(self, chunk: int, rank: int) -> Credit:
         """Remove the credit of `rank` for `chunk`, which is settled."""
@@ -147,13 +147,13 @@ class Checkpoint:
         if not self.unsettled[chunk]:
             del self.unsettled[chunk]
         if self.queue is not None:
-            self.queue.credit(rank, -1)
+            self.queue.count_credit(rank, -1)
         return self.credits.pop((chunk, rank))
 
     def hand_over(self, chunk: int) -> int:
         """Hand a complete chunk to the flusher; return its slot."""
         if self.queue is not None:
-            self.queue.handed_over(chunk)
+            self.queue.mark_complete(chunk)
         return self.open_slots.pop(chunk)
 
     def overdue_text(

@@ -21,7 +21,7 @@ _STALE_MIN = 64  # entries; the heap is rebuilt only when it has more than these
 
 
 class ChunkQueue:
-    """Chunks that wait for a slot. Changed only by `stager.session.checkpoint.Checkpoint`. `left`: how many wait.
+    """Chunks that wait for a slot. Changed only by `stager.session.checkpoint.Checkpoint`. `remaining`: how many wait.
 
     `chunks`: the chunks of this stager's share; other chunks never wait here.
     """
@@ -93,8 +93,8 @@ class ChunkQueue:
             heapq.heappop(self._heap)
         return None
 
-    def fewest_below(self, end: int) -> int | None:
-        """As `fewest`, among the chunks below `end`."""
+    def least_credited_below(self, end: int) -> int | None:
+        """As `least_credited`, among the chunks below `end`."""
         if end >= self._layout.chunks:
             return self.least_credited()
         heads: list[tuple[int, int]] = []  # at most one for each chunk of the part

@@ -43,7 +43,7 @@ class RingSlots:
     Attributes:
         free: Free slots, taken from the front and returned at the end: a freed slot keeps its chunk for a restore until
             it is reused, and the newest chunks stay longest.
-        flushers: slot → (step, chunk) that it holds for the flusher; None: a chunk of an earlier job.
+        flusher_slots: slot → (step, chunk) that it holds for the flusher; None: a chunk of an earlier job.
     """
 
     def __init__(self, free_slots: Iterable[int], flusher_slots: Iterable[int]) -> None:
@@ -68,7 +68,7 @@ class RingSlots:
             # A tuple, not a set: hashing an enum runs Python code.
             if checkpoint.phase not in (Phase.PREPARED, Phase.RECEIVING) or not checkpoint.ungranted:
                 continue
-            while (chunk := checkpoint.choose(len(self.free) - reserved)) is not None:
+            while (chunk := checkpoint.choose_chunk(len(self.free) - reserved)) is not None:
                 actions += self._assign(checkpoint, chunk, now)
             reserved += checkpoint.lowest_part_missing()
         return actions
@@ -77,12 +77,12 @@ class RingSlots:
         layout = checkpoint.layout
         assert layout is not None
         slot = self.free.popleft()
-        checkpoint.granted(chunk, slot)
+        checkpoint.assign_slot(chunk, slot)
         checkpoint.progress_at = now
         actions: list[Action] = [FillSlot(slot, checkpoint.step, chunk)]
         for rank in layout.senders(chunk):
             nbytes = sum(extent.nbytes for extent in layout.pieces(chunk, rank))
-            checkpoint.credited(chunk, rank, Credit(slot, nbytes, now))
+            checkpoint.add_credit(chunk, rank, Credit(slot, nbytes, now))
             actions.append(GrantCredit(rank, checkpoint.step, chunk, slot, layout))
         return actions
 
@@ -120,7 +120,7 @@ class RingSlots:
                     raise ProtocolError(
                         f"rank {rank}: RETURN for step {step}, which has not ended; decline it first"
                     )
-                checkpoint.settled(chunk, rank)
+                checkpoint.settle_credit(chunk, rank)
                 return [CancelReceive(rank, credit.slot), *self._free_if_settled(checkpoint, chunk)]
         return self._settle_if_complete(checkpoint, chunk, rank, credit, now)
 
@@ -130,7 +130,7 @@ class RingSlots:
         """Settle the credit if it is complete; hand over the chunk if that was its last credit."""
         if not credit.received or credit.crc is None:
             return []
-        checkpoint.settled(chunk, rank)
+        checkpoint.settle_credit(chunk, rank)
         checkpoint.progress_at = now
         if checkpoint.phase is Phase.ENDED:
             return self._free_if_settled(checkpoint, chunk)
@@ -141,7 +141,7 @@ class RingSlots:
         assert layout is not None
         if len(checkpoint.complete[chunk]) < len(layout.senders(chunk)):
             return []
-        slot = checkpoint.handed(chunk)
+        slot = checkpoint.hand_over(chunk)
         sources = tuple(sorted(checkpoint.complete.pop(chunk).items()))
         self.flusher_slots[slot] = (checkpoint.step, chunk)
         nbytes = layout.chunk_extent(chunk).nbytes
@@ -152,7 +152,7 @@ class RingSlots:
         actions: list[Action] = []
         for chunk, rank in list(checkpoint.credits):
             if rank in lost:
-                actions.append(CancelReceive(rank, checkpoint.settled(chunk, rank).slot))
+                actions.append(CancelReceive(rank, checkpoint.settle_credit(chunk, rank).slot))
         for chunk in list(checkpoint.open_slots):
             actions += self._free_if_settled(checkpoint, chunk)
         return actions

@@ -49,8 +49,8 @@ from stager.session.session_messages import (
     Durable,
     Event,
     Failed,
-    FlusherReplaced,
     FlusherLost,
+    FlusherReplaced,
     KnownCheckpoint,
     MarkStaged,
     NewLayout,
@@ -60,10 +60,10 @@ from stager.session.session_messages import (
     RankSilent,
     Received,
     Returned,
+    SendMessage,
     Sent,
     SlotsAdded,
     SlotsFreed,
-    SendMessage,
     Tick,
 )
 
@@ -163,7 +163,7 @@ class Session:
     @property
     def flusher_slots(self) -> KeysView[int]:
         """Live view of the slots that the flusher has not reported free."""
-        return self._slots.flushers.keys()
+        return self._slots.flusher_slots.keys()
 
     def known(self) -> list[KnownCheckpoint]:
         """The checkpoints to tell a new flusher, oldest first; it ignores those that it already knows."""
@@ -184,9 +184,9 @@ class Session:
         return {step for step, staged in self._inherited.items() if staged}
 
     @property
-    def slots_before(self) -> list[int]:
+    def inherited_slots(self) -> list[int]:
         """The flusher's slots that were filled before this session."""
-        return [slot for slot, held in self._slots.flushers.items() if held is None]
+        return [slot for slot, held in self._slots.flusher_slots.items() if held is None]
 
     def is_durable(self, step: int) -> bool:
         """Whether the flusher has reported this step as durable; False for steps long ago."""
@@ -207,7 +207,7 @@ class Session:
     def refuse_all(self, reason: str) -> list[Action]:
         """Fail all open checkpoints, staged ones included, and decline each later offer with `reason`."""
         self._actions = []
-        self._admission.ended_for_good = reason
+        self._admission.refuse_all_reason = reason
         for checkpoint in list(self._open.values()):
             if checkpoint.phase is not Phase.ENDED:
                 self._fail(checkpoint, PeerLost(reason))
@@ -219,9 +219,9 @@ class Session:
         """Accept checkpoints again, with another flusher's ring. Only after `refuse_all`, with no credit out. Slots as
         in the constructor.
         """
-        assert self._admission.ended_for_good, "nothing was refused"
+        assert self._admission.refuse_all_reason, "nothing was refused"
         assert not self._open, "credits are still out"
-        self._admission.ended_for_good = self._no_flusher_reason = ""
+        self._admission.refuse_all_reason = self._no_flusher_reason = ""
         self._slots = RingSlots(free_slots, flusher_slots)
         self._inherited.clear()
 
@@ -230,7 +230,7 @@ class Session:
     def _on_layout(self, event: NewLayout) -> None:
         if event.layout.ranks != self.ranks:
             raise ProtocolError(f"layout for {event.layout.ranks} ranks, this job has {self.ranks}")
-        self._admission.announced(event.layout)
+        self._admission.add_layout(event.layout)
 
     def _admit(self, rank: int, step: int) -> Checkpoint | None:
         """The checkpoint of a rank's offer or decline, made if new; None if the rank got a verdict instead."""
@@ -257,7 +257,7 @@ class Session:
             # Tell all ranks now: those that have not offered yet can skip the step.
             self._send_verdict(SendMessage(None, Kind.DECLINED, step, refusal))
             return None
-        self._admission.came_to(step)
+        self._admission.advance_to(step)
         checkpoint = self._open[step] = Checkpoint(step, self.ranks, self._now, self._now)
         return checkpoint
 
@@ -315,7 +315,7 @@ class Session:
 
     def _on_credit(self, event: Sent | Received | Returned) -> None:
         checkpoint = self._open.get(event.step)
-        self._actions += self._slots.settle(checkpoint, event, self._now)
+        self._actions += self._slots.advance_credit(checkpoint, event, self._now)
         assert checkpoint is not None
         if checkpoint.phase is Phase.ENDED:
             self._forget_if_settled(checkpoint)
@@ -348,9 +348,9 @@ class Session:
         if divergence is not None and self._on_divergence == "refuse":
             self._fail(checkpoint, StateError(divergence.message))
             return
-        if divergence is not None and self._replicas.is_news(divergence):
+        if divergence is not None and self._replicas.is_new(divergence):
             self._actions.append(Diverged(checkpoint.step, divergence.message, divergence.to_json()))
-        drift = divergence.message if divergence is not None else self._replicas.suspicion(checkpoint.step)
+        drift = divergence.message if divergence is not None else self._replicas.describe_unresolved(checkpoint.step)
         checkpoint.phase = Phase.STAGED
         self._actions.append(MarkStaged(checkpoint.step, layout, checkpoint.records, drift))
 
@@ -366,13 +366,13 @@ class Session:
         self._end(checkpoint, SendMessage(None, Kind.FAILED, checkpoint.step, body), str(error))
 
     def _send_verdict(self, verdict: SendMessage) -> None:
-        self._admission.told(verdict)
+        self._admission.record_verdict(verdict)
         self._actions.append(verdict)
 
     def _end(self, checkpoint: Checkpoint, verdict: SendMessage, reason: str) -> None:
         """End a checkpoint on all ranks. It keeps the slots of unsettled credits until they are settled."""
-        was_left = self._inherited.pop(checkpoint.step, None) is not None
-        if was_left or checkpoint.phase is not Phase.OFFERING:
+        was_inherited = self._inherited.pop(checkpoint.step, None) is not None
+        if was_inherited or checkpoint.phase is not Phase.OFFERING:
             self._actions.append(Abort(checkpoint.step, reason))
         checkpoint.phase = Phase.ENDED
         checkpoint.queue = None
@@ -391,7 +391,7 @@ class Session:
         if event.rank in self._admission.lost:
             return
         self._admission.lost[event.rank] = event.reason
-        self._admission.back(event.rank)
+        self._admission.clear_silent(event.rank)
         for checkpoint in list(self._open.values()):
             if checkpoint.phase is Phase.ENDED:
                 self._reclaim(checkpoint)
@@ -400,7 +400,7 @@ class Session:
     def _on_rank_silent(self, event: RankSilent) -> None:
         if event.rank in self._admission.absent:
             return
-        self._admission.silent(event, self._now)
+        self._admission.mark_silent(event, self._now)
         # Its credits stay out: the rank may wake up and send into their slots.
         self._continue_without(event.rank, f"{event.name} has been silent for {event.silent_seconds:.0f} s")
 
@@ -408,13 +408,13 @@ class Session:
         """Fail the checkpoints that need this rank; the others continue without it."""
         for checkpoint in list(self._open.values()):
             if checkpoint.under_way:
-                if checkpoint.owed_by(rank):
+                if checkpoint.is_waiting_for(rank):
                     self._fail(checkpoint, PeerLost(f"step {checkpoint.step}: {reason}"))
                 else:
                     self._stage_if_complete(checkpoint)
 
     def _on_rank_back(self, event: RankBack) -> None:
-        self._admission.back(event.rank)
+        self._admission.clear_silent(event.rank)
 
     def _on_flusher_lost(self, event: FlusherLost) -> None:
         self._no_flusher_reason = event.reason
@@ -429,7 +429,7 @@ class Session:
         )  # before slots whose chunks a restore may still read
 
     def _on_slots_freed(self, event: SlotsFreed) -> None:
-        self._slots.freed(event.slots)
+        self._slots.add_freed(event.slots)
         for checkpoint in self._open.values():
             checkpoint.progress_at = self._now
 
@@ -456,7 +456,7 @@ class Session:
 
     def _on_tick(self, _event: Tick) -> None:
         for checkpoint in list(self._open.values()):
-            overdue_text = checkpoint.overdue(
+            overdue_text = checkpoint.overdue_text(
                 self._now,
                 self._offer_seconds_max,
                 self._chunk_seconds_max,

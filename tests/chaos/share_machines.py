@@ -482,7 +482,7 @@ def _play_frozen(scene: ShareMachines, cell: ShareCell) -> None:
         os.kill(machine.flusher.process.pid, signal.SIGCONT)
     for machine in frozen:
         machine.kill_stager()
-        assert machine.end() == (FENCED if machine.share.leads else 0), machine.log()
+        assert machine.end() == (FENCED if machine.share.is_lead else 0), machine.log()
         machine.is_lost = False
     assert scene.objects() == before, "what was published is no longer what it was"
     scene.check(steps)

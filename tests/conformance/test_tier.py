@@ -76,7 +76,7 @@ def test_a_new_tier_holds_nothing(rig: Rig) -> None:
     tier.prepare(image().layout, 0)
     assert tier.kept() == []
     assert tier.writers >= 1
-    assert tier.how
+    assert tier.write_mode
     assert tier.nearness in Nearness
 
 

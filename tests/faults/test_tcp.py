@@ -40,7 +40,7 @@ def stager() -> Iterator[TurnedStager]:
 def _ranks_end() -> Iterator[None]:
     yield
     while _ranks:
-        _ranks.pop().leave(0.0, lost=True)
+        _ranks.pop().disconnect(0.0, lost=True)
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def _cut_again_and_again(
             if talking.done():
                 talking.result()
             for slot in range(len(slots)):
-                if slot not in received and (nbytes := stager.port.received(0, slot)) is not None:
+                if slot not in received and (nbytes := stager.port.pop_received(0, slot)) is not None:
                     received[slot] = nbytes
             if len(received) == len(slots) and len(stager.messages) == len(there):
                 is_heard.set()
@@ -340,7 +340,7 @@ def test_a_second_job_is_refused_while_the_first_lives(
 def test_a_job_of_another_launch_joins_once_the_first_is_gone(
     stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
-    _joined(stager, threads).leave(0.0, lost=True)  # as when its process dies
+    _joined(stager, threads).disconnect(0.0, lost=True)  # as when its process dies
     second = threads.submit(_connect, stager.port_number, launch="other", incarnation=b"2" * 16)
     stager.until(lambda: bool(stager.lost), "the first job to be left behind")
     stager.listener.close_job()
@@ -399,7 +399,7 @@ def test_ranks_that_come_again_replace_their_own_generation_and_the_others_hear_
 def test_a_generation_that_ended_with_its_ranks_may_be_followed_by_the_next(
     stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
-    _joined(stager, threads).leave(0.0, lost=True)
+    _joined(stager, threads).disconnect(0.0, lost=True)
     stager.until(lambda: bool(stager.lost), "the rank to be lost")
     stager.listener.close_job()
     again = threads.submit(_connect, stager.port_number, generation=1)
@@ -423,7 +423,7 @@ def test_a_rank_with_another_attempt_of_the_lead_comes_as_the_next_generation(
     assert stager.open_next().lead_attempt == 4
     stager.until(again.done)
     for rank in (coming, again):
-        rank.result().leave(0.0, lost=True)
+        rank.result().disconnect(0.0, lost=True)
 
 
 def test_ranks_that_were_replaced_by_their_launcher_never_come_again(
@@ -445,7 +445,7 @@ def test_ranks_that_were_replaced_by_their_launcher_never_come_again(
 def test_a_start_that_ended_before_its_launcher_began_the_next_one_stays_out(
     stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
-    _joined(stager, threads).leave(0.0, lost=True)  # frozen, and declared lost
+    _joined(stager, threads).disconnect(0.0, lost=True)  # frozen, and declared lost
     stager.until(lambda: bool(stager.lost))
     stager.listener.close_job()
     restarted = threads.submit(_connect, stager.port_number, incarnation=b"2" * 16)
@@ -557,7 +557,7 @@ def test_a_withdrawn_slot_is_left_in_the_middle_of_a_payload(
     done = threads.submit(_wait_sent, rank, handle)
     stager.until(done.done)
     assert memory.count(1) == written
-    assert stager.port.received(0, 0) is None
+    assert stager.port.pop_received(0, 0) is None
 
 
 def _wait_sent(rank: TcpStagerPort, handle: int) -> None:
@@ -585,15 +585,15 @@ def test_a_rank_that_has_not_read_for_a_while_leaves_the_stager_nothing_to_spin_
     for _ in range(20):  # read the rest of the payloads' connections
         stager.turn()
         time.sleep(0.01)
-    assert not stager.reactor.turn()
+    assert not stager.reactor.run_once()
 
 
 def test_leaving_is_no_loss(stager: TurnedStager, threads: ThreadPoolExecutor) -> None:
     rank = _joined(stager, threads)
-    leaving = threads.submit(rank.leave, 10.0)
+    leaving = threads.submit(rank.disconnect, 10.0)
     stager.until(lambda: bool(stager.messages))
     assert stager.port is not None
-    stager.port.left(0)
+    stager.port.mark_left(0)
     stager.until(leaving.done)
     deadline = time.monotonic() + 1.5 * _RECONNECT_SECONDS
     while time.monotonic() < deadline:
@@ -719,7 +719,7 @@ def test_strangers_at_a_stager_with_tls_cost_the_ranks_nothing(
         for _ in range(20):
             stager.turn()
             time.sleep(0.01)
-        assert not stager.reactor.turn()  # nothing is left to spin on
+        assert not stager.reactor.run_once()  # nothing is left to spin on
 
 
 @pytest.mark.parametrize("wrong", ["absent", "other key", "no pem"])

@@ -115,7 +115,7 @@ def test_a_job_of_very_many_ranks_costs_memory_as_they_come(
     trainers = Trainers(port, rank_seconds_max=20.0, clock=lambda: now[0])
     for _ in range(100):  # beats of 500 s
         now[0] += 5.0
-        trainers.beat(1)
+        trainers.send_beats(1)
         stager.turn()
     assert port.ranks == RANKS_MAX
     assert _resident_bytes() - before < 64 << 20  # 64 KiB each would be 4 GiB
@@ -220,21 +220,21 @@ def test_questions_about_the_ring_that_nobody_hears_answered_keep_two_answers(
         ring.mark_full(0, [(0, 1)], chunk_bytes)
         line: Any = SimpleNamespace(flusher=SimpleNamespace(ring=ring, attempt=1))
         fetches = Fetches(port, line)
-        fetches.hear(0, Frame(Kind.FETCH, 1, flags=FetchKind.HELD))
+        fetches.handle(0, Frame(Kind.FETCH, 1, flags=FetchKind.HELD))
         assert fetches.answer()
         before = _resident_bytes()
         question = to_json({"offset": 5, "nbytes": ANSWER_BYTES_MAX})
         asked = Frame(Kind.FETCH, 1, 7, 0, FetchKind.BYTES, 1, question)
         for _ in range(1024 + 1):
-            fetches.hear(0, asked)
+            fetches.handle(0, asked)
             fetches.answer()
             stager.turn()
         with pytest.raises(ProtocolError, match="FETCH from rank 0: 1024 requests"):
-            fetches.hear(0, asked)
+            fetches.handle(0, asked)
         assert port.unsent_to(0) == 2
         assert _resident_bytes() - before < 6 * ANSWER_BYTES_MAX
         with pytest.raises(ProtocolError, match=f"expected at most {ANSWER_BYTES_MAX}"):
-            fetches.hear(
+            fetches.handle(
                 0, Frame(Kind.FETCH, 1, 7, 0, FetchKind.BYTES, 1, to_json({"offset": 0, "nbytes": chunk_bytes}))
             )
 
@@ -313,19 +313,19 @@ def test_half_a_payload_is_not_written_on_into_what_its_slot_holds_by_then(
     stager.until(lambda: slot.count(1) == half, "half of it")
     _say(stager, lines[1], PayloadHeader(second, 5, _NBYTES).to_bytes() + b"\x02" * _NBYTES)
     assert RECEIPT.unpack(_said(stager, lines[1], RECEIPT.size)) == (second,)
-    assert port.received(0, 5) == _NBYTES
+    assert port.pop_received(0, 5) == _NBYTES
     assert slot.count(2) == _NBYTES
     if first_ends:  # the slot waits for another step while the rest of the first one arrives
         port.post(0, 5, memoryview(slot), pieces)
     _say(stager, lines[0], b"\x01" * half)
     assert RECEIPT.unpack(_said(stager, lines[0], RECEIPT.size)) == (1,)
     assert slot.count(1) == 0
-    assert port.received(0, 5) is None
+    assert port.pop_received(0, 5) is None
     if not first_ends:
         port.post(0, 5, memoryview(slot), pieces)
     _say(stager, lines[1], PayloadHeader(3, 5, _NBYTES).to_bytes() + b"\x03" * _NBYTES)
     assert RECEIPT.unpack(_said(stager, lines[1], RECEIPT.size)) == (3,)
-    assert port.received(0, 5) == _NBYTES
+    assert port.pop_received(0, 5) == _NBYTES
     assert slot.count(3) == _NBYTES
     assert stager.lost == []
 
@@ -347,8 +347,8 @@ def test_half_a_payload_whose_slot_was_withdrawn_is_no_part_of_the_next_one(
     _say(stager, payloads, b"\x01" * half)
     assert RECEIPT.unpack(_said(stager, payloads, RECEIPT.size)) == (1,)
     assert slot.count(1) == half
-    assert port.received(0, 5) is None, "it is neither the next one nor one of a wrong size"
+    assert port.pop_received(0, 5) is None, "it is neither the next one nor one of a wrong size"
     _say(stager, payloads, PayloadHeader(2, 5, nbytes).to_bytes() + b"\x02" * nbytes)
     assert RECEIPT.unpack(_said(stager, payloads, RECEIPT.size)) == (2,)
-    assert port.received(0, 5) == nbytes
+    assert port.pop_received(0, 5) == nbytes
     assert slot.count(2) == nbytes

@@ -34,7 +34,7 @@ def open_run(path: Path) -> str:
     """Open as a reader of a run, and as its next writer: in a directory, and through fsspec."""
     for store in (PosixStore(path), GenericStore(f"file://{path}")):
         faults = [item.fault for item in Catalog(store).list()]
-        claim = Lease.take(store)
+        claim = Lease.acquire(store)
         removed = clear_intents(store, claim.attempt, lambda _: False)
         claim.release()
         if removed or not all("not read" in fault for fault in faults):

@@ -40,7 +40,7 @@ def _journal() -> bytes:
 
 def _claim() -> bytes:
     store = MemoryStore()
-    Lease.take(store)
+    Lease.acquire(store)
     return store.objects[".holdfast/writer-000001.json"]
 
 

@@ -117,7 +117,7 @@ def layout(data: bytes) -> None:
     for chunk in range(found.chunks):
         assert sum(segment.nbytes for segment in found.segments(chunk)) == found.chunk_extent(chunk).nbytes
         for rank in found.senders(chunk):
-            index.contents(chunk, rank)
+            index.describe_contents(chunk, rank)
     assert Layout.from_bytes(found.to_bytes()) == found
 
 
@@ -133,7 +133,7 @@ def manifest(data: bytes) -> None:
     again = Manifest.from_bytes(found.to_bytes(), source="again")  # as rank 0 sends it to the others
     assert again.model_copy(update={"record": {}}) == found.model_copy(update={"record": {}})
     check_name(found.file)
-    stored = StoredCheckpoint.of(found)
+    stored = StoredCheckpoint.from_manifest(found)
     report_page(gather_facts("/mnt/run", Log(), [] if stored is None else [stored]), made_at_unix=2e9)
     if found.image_bytes <= 1 << 16:
         store.objects[found.file] = bytes(found.image_bytes)
@@ -194,7 +194,7 @@ def claim(data: bytes) -> None:
     raw = data[1:] if data[:1] > b"\x7f" else seal(data[1:], "claim_crc32")
     store = MemoryStore()
     store.objects[".holdfast/writer-000003.json"] = raw
-    taken = Lease.take(store, sleep=lambda _: None, identity=Identity.of_this_process())
+    taken = Lease.acquire(store, sleep=lambda _: None, identity=Identity.of_this_process())
     assert taken.attempt == 4
 
 

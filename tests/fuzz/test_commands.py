@@ -366,5 +366,5 @@ def test_a_run_full_of_other_peoples_files_is_listed(
     os.mkfifo(root / "step-000000003.json")
     (root / os.fsdecode(b"step-\xff.json")).write_text("x")
     assert _run(capsys, ["ls", str(root)]) in {0, 4, 6}
-    claim = Lease.take(PosixStore(root), sleep=lambda _: None)  # the absurd number does no harm
+    claim = Lease.acquire(PosixStore(root), sleep=lambda _: None)  # the absurd number does no harm
     assert claim.attempt == 1

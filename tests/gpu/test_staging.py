@@ -85,7 +85,7 @@ class OnDevice:
     def check(self) -> None:
         layout = self.skeleton.layout
         assert self.staging.nbytes == layout.image_bytes
-        for chunk, _ in layout.sends(0):
+        for chunk, _ in layout.sent_frames(0):
             assert self.staging.is_ready(layout.chunk_extent(chunk).offset)
         for index, (entry, want) in enumerate(zip(layout.entries, self.expected, strict=True)):
             got = bytes(self.staging.view(entry.offset, entry.nbytes))

@@ -115,7 +115,7 @@ def test_a_copy_before_a_few_changed_bytes_were_found_is_doubtful(tmp_path: Path
             assert int(manifest.drift.partition("apart at step ")[2].partition(",")[0] or step) in doubtful
         has_caveat = step in doubtful or bool(manifest.drift)
         assert manifest.state is (State.DURABLE if has_caveat else State.VERIFIED), step
-        assert manifest.is_proven == (step in {0, 3, drawn} or (step > drawn and step not in late))
+        assert manifest.is_copied_inside == (step in {0, 3, drawn} or (step > drawn and step not in late))
     assert outcome.said.count("in a way that torch does not count, and not in a step") >= 1
     said = CliRunner().invoke(ls, [str(tmp_path / "store"), "--json"], catch_exceptions=False).stdout
     listed = {one["step"]: one for one in json.loads(said)["checkpoints"]}

@@ -128,13 +128,13 @@ def test_the_run_finds_its_hosts(endpoint: str, tmp_path: Path, monkeypatch: pyt
     from operator_side.cluster.fleet import load_fleet
 
     fleet = load_fleet(operator.file)
-    hosts = fleet.look()
+    hosts = fleet.list_hosts()
     assert [host.slots for host in hosts] == [4, 4]
     lost = next(i for i in operator.live() if i["PrivateIpAddress"] == hosts[0].name)
     operator.ec2.terminate_instances(InstanceIds=[lost["InstanceId"]])
-    assert fleet.look() == hosts[1:]
+    assert fleet.list_hosts() == hosts[1:]
     fleet.replace(4)
-    now = fleet.look()
+    now = fleet.list_hosts()
     assert len(now) == 2
     assert hosts[1] in now
     operator.document("down")

@@ -614,7 +614,7 @@ def test_another_writer_that_took_the_run_over_ends_this_one(
     flusher = start()
     stager = attach(flusher.directory)
     other = Identity("elsewhere", "boot", "namespace", 7, 1)
-    Lease.take(open_store(str(flusher.store)), takeover=True, identity=other)
+    Lease.acquire(open_store(str(flusher.store)), takeover=True, identity=other)
     stager.save(image, 5)
     refused = stager.wait("refused").fields
     assert refused["code"] == "fenced"

@@ -36,9 +36,9 @@ BYTES, OTHERS = b"right" * 13107, b"wrong" * 13107
 READER = f"""
 import sys
 from holdfast.faultpoint import identify
-from holdfast.ring.near_ring import near_ring
+from holdfast.ring.near_ring import open_near_ring
 identify("rank:1")
-near = near_ring(sys.argv[1].encode())
+near = open_near_ring(sys.argv[1].encode())
 data = bytearray({len(BYTES)})
 print(near.read({ATTEMPT}, {STEP}, {CHUNK}, [(0, memoryview(data))]), bytes(data[:5]).decode("latin-1"))
 """
@@ -117,7 +117,7 @@ def test_a_reader_that_is_killed_keeps_nothing(tmp_path: Path) -> None:
             reader.kill()
         _given_to_another_step(ring)
         ring.free(SLOT)
-        ring.let_go()
+        ring.release()
         assert not ring.is_held()
         Ring.remove(ring.directory)
         assert not [*ring.directory.iterdir()]

@@ -117,7 +117,7 @@ def test_a_slow_store_makes_the_interval_longer_and_a_quick_one_shorter_on_all_r
         run.slow.unlink()
         relief = run.wait_for(job, count, longer=False, than=slow["every"])
         run.train_until(job, relief["first_step"] + 3 * relief["every"])
-        shown = RunWatch(runtime_directory(run.cluster.store, run.cluster.runtime)).look().interval
+        shown = RunWatch(runtime_directory(run.cluster.store, run.cluster.runtime)).poll().interval
         assert shown is not None
         assert shown.why in {line["why"] for line in run.events("interval")}
         said = run.stop(job)
@@ -155,7 +155,7 @@ def test_kills_of_the_ranks_are_counted_in_the_store_and_shorten_the_interval(tm
     for failures in range(kills + 1):
         with run.cluster.start(RANKS) as job:
             line = run.interval_of(job)
-            shown = RunWatch(runtime_directory(run.cluster.store, run.cluster.runtime)).look().failures
+            shown = RunWatch(runtime_directory(run.cluster.store, run.cluster.runtime)).poll().failures
             run.kill(job)
         assert shown in line["why"]
         assert shown.startswith(f"failures: {failures} in ")

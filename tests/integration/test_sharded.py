@@ -78,7 +78,7 @@ class Meshes(Cluster):
         """Return the placements of some tensors of a checkpoint, as `holdfast inspect` shows them."""
         manifest = Catalog(open_store(self.store)).get(step=step)
         return {
-            tensor.path: "" if tensor.split is None else manifest.splits[tensor.split].told()
+            tensor.path: "" if tensor.split is None else manifest.splits[tensor.split].describe()
             for tensor in manifest.tensors
             if tensor.path in paths
         }

@@ -46,7 +46,7 @@ class UlfmJob:
         for directory in (self.out, self.fired):
             directory.mkdir()
         self.plan = transfer.layout(IMAGE_BYTES, CHUNK_BYTES, 2)
-        frames = sum(1 for _ in self.plan.sends(1))
+        frames = sum(1 for _ in self.plan.sent_frames(1))
         self.fault = f"rank:1@frame_sent#{2 * frames + 5}"
         env = environment(
             self.runtime,

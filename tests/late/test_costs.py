@@ -72,12 +72,12 @@ class CountedRank:
     def __init__(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch, late: LateMachine, folder: Path, **more: Any
     ) -> None:
-        limit, slot_tensor = STRATEGIES[strategy]
+        limit, in_slot = STRATEGIES[strategy]
         settings: dict[str, Any] = {"device_bytes_max": limit, "in_flight_max": 1}
-        if slot_tensor:
+        if in_slot:
             settings |= {"store": f"file://{folder}/store", "tiers": [f"memory:{folder}"], "tier_slots": 2}
             settings["on_full"] = "wait"
-        self._late, self._in_slot = late, slot_tensor
+        self._late, self._in_slot = late, in_slot
         self.rank = DeviceRank(monkeypatch, **more, **settings)
 
     def costs(self) -> list[Cost]:
@@ -105,7 +105,7 @@ class CountedRank:
         tiers = self.rank.checkpointer._tiers
         until(lambda: tiers.is_idle)
         (tier,) = tiers.tiers
-        (kept,) = (one for one in tier.kept() if one.seal.step == step)
+        (kept,) = (one for one in tier.kept_slices() if one.seal.step == step)
         image = memoryview(bytearray(kept.layout.image_bytes))
         tier.read_into(kept, 0, image)
         self.rank.compare(image, kept.layout, step)

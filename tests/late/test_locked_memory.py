@@ -91,7 +91,7 @@ def test_slots_are_locked_after_the_first_save_and_not_again_by_later_ones(
 
 
 def alive(rank: DeviceRank) -> bool:
-    ahead = rank.checkpointer._parts.pool._ahead
+    ahead = rank.checkpointer._parts.pool._preallocator
     thread = None if ahead is None else ahead._thread
     return thread is not None and thread.is_alive()
 
@@ -111,7 +111,7 @@ def test_memory_being_locked_at_the_end_goes_back(
     assert rank.save(0)
     done(rank, 0)
     until(lambda: len(locks.threads) >= 2)
-    before, held = rank.checkpointer._parts.pool._ahead, held_bytes(late)
+    before, held = rank.checkpointer._parts.pool._preallocator, held_bytes(late)
     if end == "close":
         threading.Timer(0.1, locks.may.set).start()
         rank.checkpointer.close()

@@ -23,19 +23,19 @@ LIMITS = {"behind the gate": 0, "part": 1 << 20, "mirror": PLENTY}
 _VALUES = 199
 _AFTER, _LATER = 200, 201  # no tensor is filled with these before a save
 
-_ARRIVES = "            crossing.event.synchronize()\n"
-_READ = "            read(crossing.batch)\n"
-_PUT_BACK = "            if crossing.parcel is not None:\n                crossing.parcel.put_back(area)\n"
-_SEND = "            crossing.parcel.send(crossing.memory, area)\n"
-_TAKE = "with self.beside(None), torch"
-_TAKE_AGAIN = "        with self.beside(None):\n            refill_all"
+_ARRIVES = "            transfer.event.synchronize()\n"
+_READ = "            read(transfer.batch)\n"
+_PUT_BACK = "            if transfer.parcel is not None:\n                transfer.parcel.restore_holes(area)\n"
+_SEND = "            transfer.parcel.send(transfer.memory, area)\n"
+_TAKE = "        with self.on_own_stream(None):\n            return self"
+_TAKE_AGAIN = "        with self.on_own_stream(None):\n            refill_all"
 
 # Bug ─► class ─► (right line, planted line).
 BUGS: dict[str, dict[type, list[tuple[str, str]]]] = {
     "a copy does not wait for what was queued before save()": {
         DeviceStream: [
             ("self._stream.wait_event(after)", "pass"),
-            ("self._stream.wait_event(self.record())", "pass"),
+            ("self._stream.wait_event(self.record_event())", "pass"),
         ]
     },
     "a batch is not waited for": {DeviceCopy: [(_ARRIVES, "")]},
@@ -45,7 +45,7 @@ BUGS: dict[str, dict[type, list[tuple[str, str]]]] = {
     },
     "what lies between tensors is not put back": {DeviceCopy: [(_READ + _PUT_BACK, _READ)]},
     "what lies between tensors is not put aside": {
-        Parcel: [("        _move(self._places, map", "        (self._places, map")]
+        Parcel: [('np.take(self._words(area), self._holes, out=self._hole_bytes, mode="clip")', "pass")]
     },
     "a transfer overwrites what comes with another": {
         SlicePlan: [("if last - first > 1 else ()", "if False else ()")]
@@ -55,24 +55,25 @@ BUGS: dict[str, dict[type, list[tuple[str, str]]]] = {
     },
     "what is captured in save() is not waited for": {
         DeviceCopy: [
-            ("            event.synchronize()\n            for crossing in", "            for crossing in")
+            ("            event.synchronize()\n            for transfer in", "            for transfer in")
         ]
     },
     "a mirror counts as complete before it is": {
         DeviceCopy: [
             (
-                "                mirror.make(self._stream, slice_)\n",
-                "                self._stream.go_on()\n                mirror.make(self._stream, slice_)\n",
+                "                mirror.queue_copy(self._stream, slice_)\n",
+                "                self._stream.wait_for_current_stream()\n"
+                "                mirror.queue_copy(self._stream, slice_)\n",
             ),
-            ("self._stream.go_on()  # even", "pass  # even"),
+            ("self._stream.wait_for_current_stream()  # even", "pass  # even"),
         ]
     },
     "a mirror is given to the training before it is read": {
         DeviceStream: [
-            (_TAKE, "with torch"),
-            (_TAKE_AGAIN, _TAKE_AGAIN.replace("with self.beside(None)", "if True")),
+            (_TAKE, _TAKE.replace("with self.on_own_stream(None)", "if True")),
+            (_TAKE_AGAIN, _TAKE_AGAIN.replace("with self.on_own_stream(None)", "if True")),
         ],
-        DeviceCopy: [(_SEND, _SEND + "            empty(crossing.memory)\n")],
+        DeviceCopy: [(_SEND, _SEND + "            free_storage(transfer.memory)\n")],
     },
 }
 
@@ -120,7 +121,7 @@ class Scene:
             for number in self._sources:
                 self._fill(number, _AFTER)
 
-        def passed(storages: Collection[int]) -> None:
+        def release(storages: Collection[int]) -> None:
             with torch.cuda.stream(torch.cuda.default_stream()):
                 for storage in storages:
                     if storage in self._at:
@@ -137,9 +138,9 @@ class Scene:
                     held.append(torch.empty(given_back, dtype=torch.uint8, device="cuda").fill_(_LATER))
             return False
 
-        live = job.staging.live(route)
+        live = job.staging.live_route(route)
         job.staging.copy_gated(
-            sources, route, after=after, cancelled=cancelled, passed=passed, copied=lambda: None
+            sources, route, after=after, cancelled=cancelled, release=release, on_all_read=lambda: None
         )
         assert live.storages or is_mirrored
         # The bytes that a sender would read now, before any other wait.

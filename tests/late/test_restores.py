@@ -90,7 +90,7 @@ def on_device(found: Mapping[str, tuple[str, torch.dtype, bytes]]) -> dict[str, 
     return {path: data for path, (device, _, data) in found.items() if device != "cpu"}
 
 
-class SealedSlice:
+class Kept:
     """A checkpoint in a memory tier or in a store."""
 
     def __init__(self, saved: Mapping[str, Any], place: str, folder: Path) -> None:
@@ -138,7 +138,7 @@ def test_the_bits_and_devices_are_those_of_loading_tensor_by_tensor(
     place: str, how: dict[str, Any], steps: int, tmpfs: Path
 ) -> None:
     saved = state_of(7, "cpu", how, steps=2)
-    kept = SealedSlice(saved, place, tmpfs)
+    kept = Kept(saved, place, tmpfs)
     mine, reference = (state_of(99, "cuda", how, steps=steps) for _ in range(2))
     kept.bring_back(mine)
     kept.bring_back(reference, locked=False)
@@ -192,7 +192,7 @@ def test_sections_cross_through_locked_windows_and_nothing_from_pageable_memory(
     place: str, tmpfs: Path, late: LateMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how = HOW[2]  # its counters of steps lie on the device, too
-    kept = SealedSlice({**state_of(7, "cpu", how, steps=1), "own": 1}, place, tmpfs)
+    kept = Kept({**state_of(7, "cpu", how, steps=1), "own": 1}, place, tmpfs)
     state = {**state_of(99, "cuda", how, steps=0), "own": 1}
     for _ in range(2):  # mapping memory for the first time waits for the device
         kept.bring_back(state)
@@ -213,7 +213,7 @@ def test_sections_cross_through_locked_windows_and_nothing_from_pageable_memory(
 
 @PLACES
 def test_a_damaged_byte_is_never_loaded(place: str, tmpfs: Path) -> None:
-    kept = SealedSlice(state_of(7, "cpu", {}, steps=1), place, tmpfs)
+    kept = Kept(state_of(7, "cpu", {}, steps=1), place, tmpfs)
     kept.damage()
     state = state_of(99, "cuda", {}, steps=1)
     before = leaves(state)
@@ -225,7 +225,7 @@ def test_a_damaged_byte_is_never_loaded(place: str, tmpfs: Path) -> None:
 def test_without_room_for_it_on_the_device_all_is_as_before(
     tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = SealedSlice(state_of(7, "cpu", {}, steps=1), "tier", tmpfs)
+    kept = Kept(state_of(7, "cpu", {}, steps=1), "tier", tmpfs)
     mine, full, reference = (state_of(99, "cuda", {}, steps=0) for _ in range(3))
     kept.bring_back(reference, locked=False)
     with monkeypatch.context() as patched:
@@ -250,7 +250,7 @@ def test_moments_that_shared_memory_are_apart_as_torch_leaves_them(tmpfs: Path) 
     flat = torch.arange(35.0 * len(moments))
     for number, one in enumerate(moments):
         one["exp_avg"] = flat[35 * number : 35 * number + 35].view(5, 7)
-    kept = SealedSlice(saved, "tier", tmpfs)
+    kept = Kept(saved, "tier", tmpfs)
     mine, reference = (state_of(99, "cuda", {}, steps=0) for _ in range(2))
     kept.bring_back(mine)
     kept.bring_back(reference, locked=False)
@@ -261,7 +261,7 @@ def test_moments_that_shared_memory_are_apart_as_torch_leaves_them(tmpfs: Path) 
 
 
 def test_another_dtype_is_converted_as_before(tmpfs: Path) -> None:
-    kept = SealedSlice(state_of(7, "cpu", {}, steps=1), "tier", tmpfs)
+    kept = Kept(state_of(7, "cpu", {}, steps=1), "tier", tmpfs)
     states = [state_of(99, "cuda", {}, steps=0) for _ in range(2)]
     for state in states:
         state["model"].small.half()

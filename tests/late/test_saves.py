@@ -299,7 +299,7 @@ def test_the_copy_thread_does_not_end_a_recording(monkeypatch: pytest.MonkeyPatc
 @MIRROR
 def test_after_an_error_nothing_writes_into_the_area(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes after one queued parcel, after two, and so on until a copy needs fewer parcels."""
-    record, left = DeviceStream.record, 0
+    record_event, left = DeviceStream.record_event, 0
 
     def failing(lane: DeviceStream) -> Any:
         nonlocal left
@@ -307,11 +307,11 @@ def test_after_an_error_nothing_writes_into_the_area(mirror: str, monkeypatch: p
             left -= 1
             if left == 0:
                 raise RuntimeError("planted")
-        return record(lane)
+        return record_event(lane)
 
     monkeypatch.setattr(mirrors, "_SECTION_BYTES", 1 << 20)
     rank = DeviceRank(monkeypatch, device_bytes_max=mirror, in_flight_max=1)
-    monkeypatch.setattr(DeviceStream, "record", failing)
+    monkeypatch.setattr(DeviceStream, "record_event", failing)
     for step in range(STEPS_MAX):
         left = step + 1
         assert rank.save(step)
@@ -321,7 +321,7 @@ def test_after_an_error_nothing_writes_into_the_area(mirror: str, monkeypatch: p
             break
         assert rank.link.declined[step].cause == DeclineCause.COPY_FAILED
         transfer, area = rank.link.offers[step]
-        transfer.reach(TransferState.DECLINED, rank.link.declined[step])
+        transfer.set_state(TransferState.DECLINED, rank.link.declined[step])
         kept = area.memory.clone()
         area.memory.fill_(0x55)
         torch.cuda.synchronize()
@@ -360,7 +360,7 @@ def test_memory_of_a_mirror_of_a_step_that_is_refused_serves_others_only_behind_
     rank = DeviceRank(monkeypatch, device_bytes_max="1GiB")
 
     def refused(step: int, _area: Staging, record: SaveRecord, _layout: Layout) -> Transfer:
-        return Transfer.none(step, record, DeclineCause.BUSY.because("it is a test"))
+        return Transfer.not_sent(step, record, DeclineCause.BUSY.because("it is a test"))
 
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_allocated()
@@ -369,10 +369,10 @@ def test_memory_of_a_mirror_of_a_step_that_is_refused_serves_others_only_behind_
     assert torch.cuda.memory_allocated() - allocated < 1 << 20, "the factors of hashes alone are kept"
     lane = stream_of(rank.base().device)
     with late.no_mapping():
-        memory = lane.on_device(8 << 20)
-    with lane.beside(None):
+        memory = lane.allocate(8 << 20)
+    with lane.on_own_stream(None):
         memory.fill_(7)
-        lane.record().synchronize()
+        lane.record_event().synchronize()
     torch.cuda.synchronize()
     assert bool((memory.cpu() == 7).all()), "the mirror was written after its memory had gone back"
     rank.checkpointer.close()

@@ -33,7 +33,7 @@ def test_persistent_memory_is_written_from_a_locked_area(
         until(lambda: rank.checkpointer._tiers.is_idle)
         # The first save may copy the random factors of the hashes to the device.
         assert late.count("pageable_copies") == before or step == 0
-        (kept,) = (one for one in tier.kept() if one.seal.step == step)
+        (kept,) = (one for one in tier.kept_slices() if one.seal.step == step)
         image = memoryview(bytearray(kept.layout.image_bytes))
         tier.read_into(kept, 0, image)
         assert weight in bytes(image)

@@ -105,7 +105,7 @@ def test_each_slot_of_a_tier_that_is_the_area_has_what_does_not_change(
             rank.update()
             until(lambda: rank.checkpointer._tiers.is_idle)
         copied.append(sum(one.to_host for one in streams))
-        (kept,) = (one for one in tier.kept() if one.seal.step == step)
+        (kept,) = (one for one in tier.kept_slices() if one.seal.step == step)
         at.setdefault(kept.slot, []).append(step)
         image = memoryview(bytearray(kept.layout.image_bytes))
         tier.read_into(kept, 0, image)

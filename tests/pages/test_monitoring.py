@@ -82,10 +82,10 @@ def selectors(expression: Any) -> Iterator[Selected]:
 def exposed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
     """Return name → labels of the samples that stager and flusher expose after each kind of event."""
     stager, flusher = Metrics("stager", "s3://bucket/run"), Metrics("flusher", "s3://bucket/run")
-    stager.hear("staged", {"image_bytes": 1, "pgt1_seconds": 1.0}, 1)
-    stager.hear("declined", {"reason": "busy: …"}, 2)
-    flusher.hear("durable", {"attempt": 1, "image_bytes": 1, "pgt2_seconds": 1.0}, 1)
-    flusher.hear("verified", {"attempt": 1, "seconds": 1.0}, 1)
+    stager.handle_event("staged", {"image_bytes": 1, "pgt1_seconds": 1.0}, 1)
+    stager.handle_event("declined", {"reason": "busy: …"}, 2)
+    flusher.handle_event("durable", {"attempt": 1, "image_bytes": 1, "pgt2_seconds": 1.0}, 1)
+    flusher.handle_event("verified", {"attempt": 1, "seconds": 1.0}, 1)
     found: dict[str, list[dict[str, str]]] = {"up": [{"job": "stager"}, {"job": "flusher"}]}
     with Ring.create(tmp_path_factory.mktemp("ring"), chunk_bytes=4096, ring_chunks=8, attempt=1) as ring:
         flusher.registry.register(RingChunks(ring))

@@ -21,7 +21,7 @@ def _no_sleep(_: float) -> None:
 
 def test_every_flip_is_seen_by_owner_and_successor(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
-    owner = Lease.take(store)
+    owner = Lease.acquire(store)
     owner.check()
     whole = store.objects[NAME]
     seen = 0
@@ -32,11 +32,11 @@ def test_every_flip_is_seen_by_owner_and_successor(caplog: pytest.LogCaptureFixt
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="holdfast.claim"):
             # This process is the living owner, so only unreadable claims are skipped.
-            successor = Lease.take(store, sleep=_no_sleep, identity=Identity.of_this_process())
+            successor = Lease.acquire(store, sleep=_no_sleep, identity=Identity.of_this_process())
         assert successor.attempt == 2
         assert "writer-000001.json: damaged claim" in caplog.text
         seen += 1
     assert seen == COUNT
     store.objects = {NAME: whole}
     with pytest.raises(FencedError, match="owns this run"):
-        Lease.take(store, sleep=_no_sleep)
+        Lease.acquire(store, sleep=_no_sleep)

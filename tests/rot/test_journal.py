@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from flusher.engine import Engine
-from flusher.recovery import resolve_checkpoints, take_up
+from flusher.recovery import resolve_checkpoints, adopt_staged
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.checkpoint_record import CheckpointRecord
@@ -132,14 +132,14 @@ def _check_other_state(ring: Ring, truth: SlotRecord, found: SlotRecord) -> None
     assert found.state is not truth.state
     taken = Taken()
     if truth.state is SlotState.FULL:
-        assert take_up(cast(Engine, taken), ring) == [CheckpointId(7, 12)]
+        assert adopt_staged(cast(Engine, taken), ring) == [CheckpointId(7, 12)]
         assert taken.chunks == set(range(IMAGE.layout.chunks)) - {truth.chunk}, (
             "the pipeline misses it and says so"
         )
     elif found.state is SlotState.FULL:
         # A former content: the chunk matches the record, or its CRC will fail. No known checkpoint includes it.
         assert found.step == 11
-        take_up(cast(Engine, taken), ring)
+        adopt_staged(cast(Engine, taken), ring)
         assert ring.state(found.slot) is SlotState.FREE
         assert len(taken.chunks) == IMAGE.layout.chunks
 
@@ -157,19 +157,19 @@ class Taken:
     def pipeline_knows(self, key: CheckpointId) -> bool:
         return False
 
-    def doubt(self) -> None:
+    def load_doubts(self) -> None:
         pass
 
-    def prove(self) -> None:
+    def load_proofs(self) -> None:
         pass
 
     def begin(self, key: CheckpointId, layout: object) -> None:
         assert key == CheckpointId(7, 12)
 
-    def chunk(self, record: SlotRecord) -> None:
+    def add_chunk(self, record: SlotRecord) -> None:
         self.chunks.add(record.chunk)
 
-    def staged(self, key: CheckpointId) -> None:
+    def mark_staged(self, key: CheckpointId) -> None:
         assert key == CheckpointId(7, 12)
 
     def receiving(self) -> list[CheckpointId]:
@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_file_costs_only_its_own_checkpoint(
     path.write_bytes(Flip(40, 1).applied(path.read_bytes()))
     with Ring.attach(directory) as ring:
         taken = Taken()
-        assert take_up(cast(Engine, taken), ring) == []
+        assert adopt_staged(cast(Engine, taken), ring) == []
         resolve_checkpoints(cast(Engine, taken), ring, "its stager ended")
         assert set(taken.given_up) == {CheckpointId(7, 12)}
         assert all(ring.state(slot) is SlotState.FREE for slot in range(SLOTS)), "its chunks were given back"

@@ -97,15 +97,15 @@ class _Rig:
         key = CheckpointId(1, step)
         self.engine.begin(key, image.layout)
         for slot in slots.values():
-            self.engine.chunk(self.ring.record(slot))
-        self.engine.staged(key)
+            self.engine.add_chunk(self.ring.record(slot))
+        self.engine.mark_staged(key)
         self.drain()
 
     def drain(self) -> None:
         until = time.monotonic() + DEADLINE_SECONDS
         while True:
             maintenance_was_idle = self.maintenance.idle
-            self.engine.turn()
+            self.engine.run_once()
             if maintenance_was_idle and self.engine.idle and self.maintenance.idle:
                 return
             assert time.monotonic() < until

@@ -210,7 +210,7 @@ class Checks:
         self.promised[key] = digest
         plan = self._world.plan
         service = self._world.scheduler.here.notes["service"]
-        unnoticed = not service._line.cut and not any(f.alive for f in self._world.flushers)
+        unnoticed = not service._line.lost_reason and not any(f.alive for f in self._world.flushers)
         if plan.outgrows_ring and plan.store_kind == "opaque" and unnoticed:
             # When the stager knows that its flusher has died, it withdraws steps in an upload that cannot be continued.
             # Here it staged the step before it could know.
@@ -274,10 +274,10 @@ class Checks:
         if coming <= ring.ring_chunks - sum(map(len, in_ring.values())):
             self.broken(f"step {key[1]} (attempt {key[0]}) is dropped from the ring, which has room")
         begun = bool(self._recorded_chunks(ring, key))
-        stood_seconds = world.scheduler.now - world.store.took_at
-        if stood_seconds < (_STANDS_SECONDS_MIN_BEGUN if begun else _STANDS_SECONDS_MIN):
+        stalled_seconds = world.scheduler.now - world.store.took_at
+        if stalled_seconds < (_STANDS_SECONDS_MIN_BEGUN if begun else _STANDS_SECONDS_MIN):
             self.broken(
-                f"step {key[1]} is dropped from the ring, and the store took something {stood_seconds:.1f} s ago"
+                f"step {key[1]} is dropped from the ring, and the store took something {stalled_seconds:.1f} s ago"
             )
         self.excused[key] = f"gave its place to step {max(newer)[1]}"
 
@@ -347,7 +347,7 @@ class Checks:
         if len(under_way) > IN_FLIGHT_MAX:
             self.broken(f"{len(under_way)} checkpoints are in flight, at most {IN_FLIGHT_MAX} may be")
         filling = [slot for c in session._open.values() for slot in c.open_slots.values()]
-        free, handed = session._slots.free, list(session._slots.flushers)
+        free, handed = session._slots.free, list(session._slots.flusher_slots)
         everything = sorted([*free, *filling, *handed])
         ring = service._line.flusher.ring
         if everything != list(range(ring.ring_chunks)):
@@ -387,7 +387,7 @@ class Checks:
             self.broken(f"the stager has {with_memory} slots, the journal {in_journal}")
         lately = now - _GROWTH_TOLD_SECONDS_MAX
         stands_still = any(process.stopped_until > lately for process in world.processes)
-        is_served = not service._line.cut and any(flusher.alive for flusher in world.flushers)
+        is_served = not service._line.lost_reason and any(flusher.alive for flusher in world.flushers)
         if with_memory == in_journal or stands_still or not is_served:
             self._growth_known_at = now
         elif self._growth_known_at < lately:
@@ -479,7 +479,7 @@ class Checks:
         if offer.process.notes.get("struck"):
             return
         state = offer.transfer.state
-        if not (state.final or state is TransferState.STAGED):
+        if not (state.is_final or state is TransferState.STAGED):
             self.broken(f"rank {offer.rank} of job {offer.job}: step {offer.step} is still {state.value}")
         is_torn = (offer.job, offer.step) in self._world.torn
         if is_torn and state not in {TransferState.DECLINED, TransferState.FAILED}:

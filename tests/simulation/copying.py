@@ -77,11 +77,11 @@ class Area:
         return FrameRoute(tuple(self._batches))
 
     @staticmethod
-    def live(route: FrameRoute) -> FrameRoute:
+    def live_route(route: FrameRoute) -> FrameRoute:
         """Return the whole route: no batch is copied yet."""
         return route
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Do nothing: no copy is under way."""
 
     def copy_gated(
@@ -91,9 +91,9 @@ class Area:
         *,
         after: Any,
         cancelled: Callable[[], bool],
-        passed: Callable[[Collection[int]], None],
-        copied: Callable[[], None],
-        was_read: Callable[[Any], None],
+        release: Callable[[Collection[int]], None],
+        on_all_read: Callable[[], None],
+        on_read: Callable[[Any], None],
         on_copied: Callable[[Any], None],
     ) -> None:
         assert after is None
@@ -105,16 +105,16 @@ class Area:
             sim.wait(None, sim.chance.random() * _BATCH_SECONDS_MAX, "copy a batch")
             if number == self._torn_before:
                 self._tear(sim.chance.choice(route.host[number:]))
-            was_read(batch)
-            passed(())
+            on_read(batch)
+            release(())
             unread -= 1
             if not unread:
-                copied()
+                on_all_read()
             on_copied(batch)
             if not cancelled():
                 self._ready.add(batch.offset)
         if unread or not route.host:
-            copied()
+            on_all_read()
 
     def _tear(self, batch: FrameBatch) -> None:
         """Change a tensor after `save()` and before its copy."""
@@ -130,12 +130,12 @@ class Instant:
     def __init__(self, area: Area, step: int) -> None:
         self._area, self.step, self.check = area, step, None
 
-    def changed(self) -> str:
+    def find_changed(self) -> str:
         """Path of a tensor that has changed, or ""."""
         return "" if self._area.changed is None else _PATH
 
-    def changed_in(self, batch: FrameBatch) -> str:
-        """As `changed`, for the tensors of this batch."""
+    def find_changed_in(self, batch: FrameBatch) -> str:
+        """As `find_changed`, for the tensors of this batch."""
         return _PATH if self._area.changed is batch else ""
 
     def find_miscopied(self, _batch: FrameBatch, _memory: bytearray) -> str:
@@ -151,7 +151,7 @@ def start_copier(link: Link, seconds_max: float) -> Copier:
     install()  # the copier's modules were loaded just now
     ledger, events = Ledger(), EventLog(None, role="trainer")
     copy_policy = CopyPolicy(
-        link.job.rank, mode="auto", inside_ms_max=0.0, tell=lambda _: None, ledger=ledger, events=events
+        link.job.rank, mode="auto", inside_ms_max=0.0, send_doubt=lambda _: None, ledger=ledger, events=events
     )
     return Copier([], link, ledger=ledger, events=events, seconds_max=seconds_max, copy_policy=copy_policy)
 

@@ -127,7 +127,7 @@ class _Simulated(MappedFile):
     def __init__(self, path: Path, device: Device) -> None:
         self._device = device
         super().__init__(path)
-        self.how = f"simulated {device.mode}"
+        self.write_mode = f"simulated {device.mode}"
         if device.mode == "blocks":
             self.copy = None
 

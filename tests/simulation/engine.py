@@ -139,7 +139,7 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     def hold(self: Ring, attempt: int) -> None:
         SIM.now.check_alive()
         ring_hold(self, attempt)
-        SIM.now.here.held.append(self.let_go)
+        SIM.now.here.held.append(self.release)
 
     Ring.hold = hold  # type: ignore[method-assign]
     for owner, names in (
@@ -200,7 +200,7 @@ def prepare_tcp() -> None:
     for name in ("serve_status", "serve_metrics", "export_spans"):
         setattr(stager.service, name, lambda *_, **__: contextlib.nullcontext())
     setattr(stager.service, "SegmentList", lambda _: io.BytesIO())  # noqa: B010
-    keeper_hold = RingKeeper._hold
+    keeper_hold = RingKeeper._lock_file
 
     def hold(self: RingKeeper) -> int:
         fd = keeper_hold(self)
@@ -213,7 +213,7 @@ def prepare_tcp() -> None:
         SIM.now.here.held.append(let_go)
         return fd
 
-    RingKeeper._hold = hold  # type: ignore[method-assign]
+    RingKeeper._lock_file = hold  # type: ignore[method-assign]
     gc.collect()
     gc.freeze()
 

@@ -46,7 +46,7 @@ def restored_from_ring(world: World, job: Job, link: Link) -> tuple[RingSlices, 
             raise
 
     seen = fetch_ring_contents(fetch, LonePeers())
-    ring = seen.known(_stored(world), LonePeers())
+    ring = seen.staged_slices(_stored(world), LonePeers())
     kept = ring.kept()
     for one in kept:
         _read(world, ring, one, may_be_gone=job is not world.jobs[-1])
@@ -131,5 +131,5 @@ def _waited(world: World, job: Job) -> bool:
     if service is None:
         return True
     previous_jobs = service._rank_handler._previous_jobs
-    first = previous_jobs._first_look_at
+    first = previous_jobs._waiting_since
     return first is not None and world.scheduler.now - first >= previous_jobs._seconds_max

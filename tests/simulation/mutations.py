@@ -90,7 +90,7 @@ MUTATIONS = {
             "silence_forgotten",
             "nobody looks at the deadlines, nor at who is silent",
             (
-                ("stager.session.session", "            if overdue:\n", "            if False:\n"),
+                ("stager.session.session", "            if overdue_text:\n", "            if False:\n"),
                 (
                     "stager.session.session",
                     '        self._continue_without(event.rank, f"{event.name} has been silent for {event.silent_seconds:.0f} s")\n',
@@ -112,7 +112,7 @@ MUTATIONS = {
             "recalled_unseen",
             "bytes are given from the slot where a chunk once was, whatever is in it now",
             "stager.fetches",
-            "if record is None or (record.attempt, record.step, record.chunk) != place or end > record.nbytes:",
+            "if record is None or (record.attempt, record.step, record.chunk) != chunk_key or end > record.nbytes:",
             "if record is None or end > record.nbytes:",
             3000,
         ),
@@ -145,8 +145,8 @@ MUTATIONS = {
             "newest_makes_room",
             "the newest whole step makes room for one that is still being received",
             "flusher.pipeline",
-            "for flight in whole[:-1] if",
-            "for flight in reversed(whole) if",
+            "for flight in complete[:-1]\n",
+            "for flight in reversed(complete)\n",
             900,
         ),
         _one(
@@ -161,7 +161,7 @@ MUTATIONS = {
             "begun_is_dropped_at_once",
             "a step of which the store has parts goes as soon as one of which it has none",
             "flusher.flight",
-            "(begun and self.opened)",
+            "(even_if_written and self.opened)",
             "self.opened",
             3000,
         ),
@@ -177,7 +177,7 @@ MUTATIONS = {
             "doubt_of_the_published_only",
             "what becomes durable after the doubt is not marked",
             "flusher.verify_and_prune",
-            "            if manifest is not None and (marked := self.marks.marked(manifest)) is not manifest:\n",
+            "            if manifest is not None and (marked := self.marks.with_mark(manifest)) is not manifest:\n",
             "            if False:\n",
         ),
         # -- the proof of a resume
@@ -194,7 +194,7 @@ MUTATIONS = {
             "a proof is published though its checkpoint was not",
             "flusher.proof_writing",
             "            if file is None:\n                continue\n",
-            "            file = file or names_of(record.key)[0]\n",
+            "            file = file or candidate_names(record.key)[0]\n",
             900,
         ),
         _one(
@@ -202,7 +202,7 @@ MUTATIONS = {
             "verification of a checkpoint removes its proof",
             "flusher.verify_and_prune",
             '            self._guarded(self._prune, "old checkpoints not removed")\n        finally:',
-            '            self._guarded(lambda: self._proofs.removed(key, known.file), "x")\n        finally:',
+            '            self._guarded(lambda: self._proofs.delete(key, known.file), "x")\n        finally:',
             900,
         ),
         _one(
@@ -267,7 +267,7 @@ MUTATIONS = {
             "welcome_without_whole",
             "the ranks are welcome though what is staged is neither in the store nor all in the ring",
             "stager.previous_jobs",
-            "if key not in whole]",
+            "if key not in complete]",
             "if False]",
             3000,
         ),
@@ -341,7 +341,7 @@ MUTATIONS = {
             "claim_unchecked",
             "a flusher publishes without a look at the claim",
             "flusher.writer_lease",
-            "            self._claim.check(at_once=True)\n",
+            "            self._claim.check(without_retries=True)\n",
             "            pass\n",
         ),
         Mutation(
@@ -350,9 +350,9 @@ MUTATIONS = {
             (
                 (
                     "flusher.pipeline",
-                    "        return self._start(flight, [WritePart(flight.key, part, pieces, crc, segment_crcs)])\n",
+                    "        return self._start_jobs(flight, [WritePart(flight.key, part, pieces, crc, segment_crcs)])\n",
                     "        early = [] if flight.keeps_slots else [FreeSlots(tuple(slot for slot, _ in pieces))]\n"
-                    "        return [*early, *self._start(flight, [WritePart(flight.key, part, pieces, crc, segment_crcs)])]\n",
+                    "        return [*early, *self._start_jobs(flight, [WritePart(flight.key, part, pieces, crc, segment_crcs)])]\n",
                 ),
                 (
                     "flusher.pipeline",
@@ -406,7 +406,7 @@ MUTATIONS = {
             "sweeps_what_goes_on",
             "a new flusher sweeps the uploads that its own ring still needs",
             "flusher.lifetime",
-            "store.sweep(goes_on)",
+            "store.sweep(is_active)",
             "store.sweep()",
             1500,
         ),
@@ -438,7 +438,7 @@ MUTATIONS = {
             "later_upload_swept",
             "a writer that stood still in its start sweeps the uploads of the one that has replaced it",
             "flusher.lifetime",
-            " or writer_attempt(own) > attempt",
+            " or writer_attempt(write_id) > attempt",
             "",
             3000,
         ),

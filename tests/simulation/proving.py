@@ -47,7 +47,7 @@ class ProofTeller:
         if key is not None:
             rank = self._link.job.rank
             self._world.proofs.say(key, self._job.number, rank)
-            self._link.tell(StagerMessage.proof(key, used(key, self._job.number, rank)))
+            self._link.send_message(StagerMessage.proof(key, used(key, self._job.number, rank)))
 
     def ask(self) -> None:
         """Rank 0 asks for the newest proofs, as a resuming rank does."""

@@ -17,7 +17,7 @@ SHARE_MUTATIONS = {
             (
                 (
                     "holdfast.checkpoints.share_records",
-                    "        if said != expected:\n",
+                    "        if actual != expected:\n",
                     "        if False:\n",
                 ),
             ),
@@ -91,7 +91,7 @@ SHARE_MUTATIONS = {
         Mutation(
             "lost_share_voided",
             "what a lost stager has not staged is given up before its next process comes",
-            (("flusher.recovery", "        elif key.attempt != keep:\n", "        else:\n"),),
+            (("flusher.recovery", "        elif key.attempt != keep_attempt:\n", "        else:\n"),),
         ),
         Mutation(
             "chunk_sent_again_twice",
@@ -99,7 +99,7 @@ SHARE_MUTATIONS = {
             (
                 (
                     "flusher.pipeline",
-                    "        if flight.share is not None and flight.share.index and event.chunk in flight.seen:\n",
+                    "        if flight.share is not None and flight.share.index and event.chunk in flight.received:\n",
                     "        if False:\n",
                 ),
             ),
@@ -111,7 +111,7 @@ SHARE_MUTATIONS = {
                 (
                     "flusher.jobs",
                     "        if upload.token is not None:\n            target.progress",
-                    "        if job.share is not None:\n            self._others.began(job.key, layout, job.share, upload, file=file, write_id=write_id)\n            reach(Point.SHARES_BEGUN)\n        if upload.token is not None:\n            target.progress",
+                    "        if job.share is not None:\n            self._share_jobs.record_start(job.key, layout, job.share, upload, file=file, write_id=write_id)\n            reach(Point.SHARES_BEGUN)\n        if upload.token is not None:\n            target.progress",
                 ),
             ),
             2000,

@@ -4,11 +4,11 @@
     python -m tests.simulation.shares --seed 17 --trace
     python -m tests.simulation.shares --mutation seal_of_another_write --count 500
 
-The flushers are real (`live`): lease, engine, pipeline, recovery. The stagers are simulated: each sends its share, and
-attaches again to the next flusher. Flushers, stagers and whole nodes die or freeze at any operation; the next process
-of a stager that died is sent its share again; the store fails and loses answers; a stranger's seal lies where one is
-awaited. A listed file must be whole, and a step that all stagers have staged must be listed in the end, unless its
-bytes are lost.
+The flushers are real (`run_flusher`): lease, engine, pipeline, recovery. The stagers are simulated: each sends its
+share, and attaches again to the next flusher. Flushers, stagers and whole nodes die or freeze at any operation; the
+next process of a stager that died is sent its share again; the store fails and loses answers; a stranger's seal lies
+where one is awaited. A listed file must be whole, and a step that all stagers have staged must be listed in the end,
+unless its bytes are lost.
 """
 
 from __future__ import annotations

@@ -185,24 +185,24 @@ class StoreClient:
         token = self.act("begin", name, open_upload, writes=True)
         return SimUpload(self, name, nbytes, chunk_bytes * state.part_chunks, write_id, token)
 
-    def resume(self, name: str, begun: InterruptedUpload) -> SimUpload:
+    def resume(self, name: str, interrupted: InterruptedUpload) -> SimUpload:
         state = self.state
 
         def find() -> SimUpload:
             if state.kind == "opaque":
                 raise StoreError(f"{URL}/{name}: this store cannot resume an upload")
             mine = (
-                state.owners.get(name) == begun.write_id and len(state.objects.get(name, b"")) == begun.nbytes
+                state.owners.get(name) == interrupted.write_id and len(state.objects.get(name, b"")) == interrupted.nbytes
             )
-            upload = state.uploads.get(begun.token)
-            if not mine and (upload is None or upload.write_id != begun.write_id):
-                raise StoreMissing(f"{URL}/{name}: no upload {begun.token!r}", begin_anew=True)
+            upload = state.uploads.get(interrupted.token)
+            if not mine and (upload is None or upload.write_id != interrupted.write_id):
+                raise StoreMissing(f"{URL}/{name}: no upload {interrupted.token!r}", begin_anew=True)
             if upload is not None and state.kind == "parts":
-                for index, crc in begun.crc32s.items():
+                for index, crc in interrupted.crc32s.items():
                     if index in upload.parts and zlib.crc32(upload.parts[index]) != crc:
                         del upload.parts[index]
             return SimUpload(
-                self, name, begun.nbytes, begun.part_bytes, begun.write_id, begun.token, published=mine
+                self, name, interrupted.nbytes, interrupted.part_bytes, interrupted.write_id, interrupted.token, published=mine
             )
 
         return self.act("resume", name, find)

@@ -114,18 +114,18 @@ class TcpChecks:
             )
         self._world.payload_lands(rank, header.slot, sent.what)
 
-    def payload_landed(self, port: TcpTrainersPort, rank: int, header: PayloadHeader, place: PayloadTarget) -> None:
+    def payload_landed(self, port: TcpTrainersPort, rank: int, header: PayloadHeader, target: PayloadTarget) -> None:
         """The whole payload was written."""
         sent = self._sent(port, rank, header)
         sent.landed = True
         crc32 = 0
-        for piece in place.pieces:
-            crc32 = zlib.crc32(place.memory[piece.offset : piece.end], crc32)
+        for piece in target.pieces:
+            crc32 = zlib.crc32(target.memory[piece.offset : piece.end], crc32)
         if crc32 != sent.crc32:
             self._world.checks.broken(
                 f"payload {header.number} of rank {rank} lies in its slot with other bytes"
             )
-        self._world.payload_landed(rank, header.slot, place.memory, place.pieces)
+        self._world.payload_landed(rank, header.slot, target.memory, target.pieces)
 
     def _sent(self, port: TcpTrainersPort, rank: int, header: PayloadHeader) -> _Sent:
         sent = self._payloads.get((start_of(port.incarnation, port.generation), rank, header.number))
@@ -176,28 +176,28 @@ class PlayedTcpPort(TcpStagerPort):
 
     @property
     def has_left(self) -> bool:
-        return self._left
+        return self._has_disconnected
 
     def has_news(self) -> bool:
         if self.wakes >= _WAKES_MAX:
             return False
         sock: Any = self._sock
         is_readable = sock is not None and sock.mask() & select.POLLIN
-        return bool(is_readable or len(self._over) > self._over_seen or not self._reopened.empty())
+        return bool(is_readable or len(self._acknowledged) > self._over_seen or not self._reopened.empty())
 
     def send(self, message: bytes) -> None:
-        self._check()
+        self._raise_if_failed()
         self._checks.rank_says(self._who, message)
         super().send(message)
 
     def poll(self) -> list[bytes]:
         messages = super().poll()
-        self.wakes, self._over_seen = 0, len(self._over)
+        self.wakes, self._over_seen = 0, len(self._acknowledged)
         self._checks.rank_hears(self._who, messages)
         return messages
 
     def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:
-        self._check()
+        self._raise_if_failed()
         self._checks.payload_sent(self._who, self._last_number + 1, slot, payload, self.next_frame)
         return super().send_payload(payload, slot, pieces)
 
@@ -238,10 +238,10 @@ def _watch_messages() -> None:
         send(self, rank, message)
 
     def noted_poll(self: TcpTrainersPort) -> Any:
-        seen = poll(self)
-        for rank, message in seen.messages:
+        result = poll(self)
+        for rank, message in result.messages:
             _checks().stager_hears((start_of(self.incarnation, self.generation), rank), message)
-        return seen
+        return result
 
     def noted_drop(self: TcpTrainersPort, rank: int, reason: str) -> None:
         if not (self._ranks[rank].lost or self._ranks[rank].left):
@@ -252,49 +252,54 @@ def _watch_messages() -> None:
 
 
 def _watch_payloads() -> None:
-    open_place, taken, post = TcpTrainersPort._open_place, TcpTrainersPort._taken, TcpTrainersPort.post
-    into_place = PayloadConnection._into_place
+    open_target, on_received = TcpTrainersPort._open_target, TcpTrainersPort._on_payload_received
+    post = TcpTrainersPort.post
+    read_into_target = PayloadConnection._read_into_target
 
-    def noted_open_place(self: TcpTrainersPort, number: int, header: PayloadHeader) -> PayloadTarget | None:
-        found = open_place(self, number, header)
+    def noted_open_target(self: TcpTrainersPort, number: int, header: PayloadHeader) -> PayloadTarget | None:
+        found = open_target(self, number, header)
         if found is not None and found.nbytes == header.nbytes:
             _checks().payload_begins(self, number, header)
         return found
 
-    def noted_taken(self: TcpTrainersPort, number: int, header: PayloadHeader, place: PayloadTarget | None) -> None:
-        if place is not None and header.number not in self._ranks[number].taken:
-            if place is self._places.get((number, header.slot)):
-                _checks().payload_landed(self, number, header, place)
+    def noted_received(
+        self: TcpTrainersPort, number: int, header: PayloadHeader, target: PayloadTarget | None
+    ) -> None:
+        if target is not None and header.number not in self._ranks[number].received_numbers:
+            if target is self._targets.get((number, header.slot)):
+                _checks().payload_landed(self, number, header, target)
             else:
                 SIM.world.checks.broken("a payload is taken for a place that was withdrawn")
-        taken(self, number, header, place)
+        on_received(self, number, header, target)
 
     def noted_post(self: TcpTrainersPort, rank: int, slot: int, memory: memoryview, pieces: Any) -> None:
         SIM.world.receive_posted(rank, slot)
         post(self, rank, slot, memory, pieces)
 
-    def noted_into_place(self: PayloadConnection) -> int:
-        port: TcpTrainersPort = self._open_place.func.__self__  # type: ignore[attr-defined]
-        if not any(place is self._place for place in port._places.values()):
+    def noted_read_into_target(self: PayloadConnection) -> int:
+        port: TcpTrainersPort = self._open_target.func.__self__  # type: ignore[attr-defined]
+        if not any(target is self._target for target in port._targets.values()):
             SIM.world.checks.broken("a payload is written into a place that was withdrawn")
-        return into_place(self)
+        return read_into_target(self)
 
-    _replace(TcpTrainersPort, _open_place=noted_open_place, _taken=noted_taken, post=noted_post)
-    _replace(PayloadConnection, _into_place=noted_into_place)
+    _replace(
+        TcpTrainersPort, _open_target=noted_open_target, _on_payload_received=noted_received, post=noted_post
+    )
+    _replace(PayloadConnection, _read_into_target=noted_read_into_target)
 
 
 def _watch_listener() -> None:
-    place, open_job = JobListener._place, JobListener.open
+    assign, open_job = JobListener._assign, JobListener.open_job
 
     def noted_proof(self: JobListener, sock: Any, hello: Any, received: int) -> None:
         _checks().proved(hello.incarnation)
-        place(self, sock, hello, received)
+        assign(self, sock, hello, received)
 
     def noted_job(self: JobListener, port: TcpTrainersPort) -> None:
         _checks().served(port)
         open_job(self, port)
 
-    _replace(JobListener, _place=noted_proof, open=noted_job)
+    _replace(JobListener, _assign=noted_proof, open_job=noted_job)
 
 
 def _replace(owner: type, **methods: Any) -> None:

@@ -210,7 +210,7 @@ class TcpWorld(World):
 
     def _again(self, job: Job, rank: int) -> Reconnect | None:
         def newest_attempt() -> int:
-            names = CatalogListing(pristine(self.store)).names
+            names = CatalogListing(pristine(self.store)).manifests
             return names[0].order.attempt if names else 0
 
         seconds_max = self.trainer_config.reconnect_seconds_max

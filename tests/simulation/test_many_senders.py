@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flusher.flight import Flight, chunk_complaint
+from flusher.flight import Flight, describe_chunk_mismatch
 from flusher.steps import ChunkFull
 from holdfast.errors import DamageError
 from holdfast.image.checkpoint_id import CheckpointId
@@ -137,8 +137,8 @@ def test_the_flusher_after_a_dead_one_finds_every_sender(image: SplitImage, stag
             assert list(record.sources) == image.sources(chunk)
             full = ChunkFull(KEY, record.slot, chunk, record.nbytes, record.sources)
             flight = Flight(KEY, index)
-            assert not chunk_complaint(flight, full)
-            less = chunk_complaint(flight, replace(full, sources=record.sources[:-1]))
+            assert not describe_chunk_mismatch(flight, full)
+            less = describe_chunk_mismatch(flight, replace(full, sources=record.sources[:-1]))
             assert less == "sent by 1099 ranks, expected 1100; too many: [], missing: [1099]"
             assert bytes(ring.slot_memory(record.slot)[: record.nbytes]) == image.chunk_bytes(chunk)
             verify_chunk(ring.slot_memory(record.slot), index, chunk, record.sources, key=KEY)
@@ -158,5 +158,5 @@ def test_a_byte_that_changes_is_its_senders(image: SplitImage, staged: Path, ran
 def test_the_stager_after_a_dead_one_finds_it_whole_in_the_ring(image: SplitImage, staged: Path) -> None:
     with Ring.attach(staged) as ring:
         (held,) = decode_held(encode_held(held_checkpoints(ring)))
-        assert held.fitting(image.layout) == {0, 1}
-        assert PreviousJobs(10, clock=lambda: 0.0).settled(ring, KEY.attempt + 1), "nothing to wait for"
+        assert held.chunks_fitting(image.layout) == {0, 1}
+        assert PreviousJobs(10, clock=lambda: 0.0).may_restore(ring, KEY.attempt + 1), "nothing to wait for"

@@ -194,7 +194,7 @@ def no_file_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     def sync(self: posix_upload.PosixUpload, nbytes: int) -> None:
         os.ftruncate(self._file, nbytes)
 
-    monkeypatch.setattr(posix_upload.PosixUpload, "_sync", sync)
+    monkeypatch.setattr(posix_upload.PosixUpload, "_truncate_and_sync", sync)
 
 
 def no_sync_of_small_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ TIER_MUTATIONS = {
             "overwritten_while_sealed",
             "a slot is written to while the record names it",
             _WRITER,
-            "            if self.file.names(slot):\n",
+            "            if self.file.may_be_sealed(slot):\n",
             "            if False:\n",
         ),
         _one(
@@ -77,7 +77,7 @@ TIER_MUTATIONS = {
             "doubtful_record_forgotten",
             "a commit whose flush failed is taken not to count",
             _FILE,
-            "for table in (self.committed, *self._doubtful))",
+            "for table in (self.committed, *self._uncertain_tables))",
             "for table in (self.committed,))",
         ),
         _one(

@@ -113,7 +113,7 @@ class World:
 
     def rot(self, tier: SlotTier) -> None:
         """Damage the newest complete slice while there is an older one, which is then the newest good one."""
-        kept = {one.seal.order: one for one in tier.kept() if one.seal.order not in self.damaged}
+        kept = {one.seal.order: one for one in tier.kept_slices() if one.seal.order not in self.damaged}
         whole = sorted(kept.keys() & self.said)
         if len(whole) < 2 or whole[-1] < self.complete or self.chance.random() < 0.5:
             return
@@ -128,7 +128,7 @@ class World:
         """Restore as a keeper does; or report nothing, unless the restore has met damage."""
         from holdfast.errors import StoreError
 
-        kept = [one.seal.order for one in tier.kept()]
+        kept = [one.seal.order for one in tier.kept_slices()]
         if not self.damaged.intersection(kept) and self.chance.random() < 0.4:
             return
         agreed = [order for order in kept if order >= self.complete and order not in self.damaged]
@@ -199,7 +199,7 @@ class World:
     def prove(self, tier: SlotTier, order: tuple[int, int]) -> None:
         """The rank does the next step, or is killed before. Has its own dice, so that other choices stay the same."""
         if random.Random(f"prove {order}").random() < 0.7:
-            tier.prove(*order, {"of": list(order)})
+            tier.keep_proof(*order, {"of": list(order)})
 
     def write(self, writer: SlotWriter, left: list[int]) -> None:
         from holdfast.crc import crc32
@@ -223,7 +223,7 @@ class World:
         from holdfast.crc import crc32
 
         tier = self.open()
-        kept = tier.kept()
+        kept = tier.kept_slices()
         orders = [one.seal.order for one in kept]
         assert len(orders) == len(set(orders)) <= self.slots, f"listed: {orders}"
         for one in kept:
@@ -246,7 +246,7 @@ class World:
     def save(self, tier: SlotTier, order: tuple[int, int]) -> None:
         """Write one step from begin to end."""
         writer = tier.begin(*order)
-        assert writer is not None, f"{order} finds no slot: {[one.seal.order for one in tier.kept()]}"
+        assert writer is not None, f"{order} finds no slot: {[one.seal.order for one in tier.kept_slices()]}"
         self.seal((writer, list(range(len(self.frames)))))
         assert order in self.pending, "it was not sealed"
         self.say_complete(tier, order)

@@ -124,7 +124,7 @@ class StagerPort:
     def fileno(self) -> None:
         """Return None, as under MPI."""
 
-    def left(self, rank: int) -> None:
+    def mark_left(self, rank: int) -> None:
         """Do nothing: MPI tells a process that has left from one that died."""
 
     def poll(self) -> Seen:
@@ -144,7 +144,7 @@ class StagerPort:
         self._posted.setdefault((rank, slot), deque()).append(receive)
         self._match(rank, slot)
 
-    def received(self, rank: int, slot: int) -> int | None:
+    def pop_received(self, rank: int, slot: int) -> int | None:
         self._job.scheduler.check_alive()
         receive = self._receives.get((rank, slot))
         if receive is None or not receive.over:
@@ -235,7 +235,7 @@ class RankPort:
         self._job.in_order((f"tag {slot}", self.rank), lambda: port.deliver_payload(self.rank, slot, frame))
         return self._handles
 
-    def sent(self, handle: int) -> bool:
+    def is_sent(self, handle: int) -> bool:
         self._check()
         return handle in self.completed
 
@@ -246,7 +246,7 @@ class RankPort:
         self.wakes = 0
         return inbox
 
-    def leave(self, seconds_max: float, *, lost: bool = False) -> None:
+    def disconnect(self, seconds_max: float, *, lost: bool = False) -> None:
         from holdfast.wire import frames as wire
 
         if not self.stager_is_dead and not self.left:

@@ -3,7 +3,7 @@
     launcher ─► job 0, job 1, …    each: ranks (real Link, a script of our own) + stager (real Service)
                       │ stager starts the flusher, as in production
                       ▼
-               flusher (real `live`: claim, adoption, engine, pipeline, publish, maintenance)
+               flusher (real `run_flusher`: claim, adoption, engine, pipeline, publish, maintenance)
 
     faults: kill any process at an event or at a named point of its work; freeze it for a while; remove the node;
             flip a bit on the wire or in the ring; tear a copy; the store fails, loses answers, is slow or full;
@@ -520,7 +520,7 @@ class World:
             flusher = attach(self.stager_config)
         except HoldfastError as error:
             process.notes["refused"] = error
-            refusal = Welcome.refusal(error)
+            refusal = Welcome.refusal_frame(error)
             for rank in range(job.ranks):
                 job.stager_port.send(rank, refusal)
             self.scheduler.wait(None, 10.0, "refuse")
@@ -563,7 +563,7 @@ class World:
             inbox,
             EventLog(None, role="trainer", rank=rank),
             rank=rank,
-            again=again,
+            reconnect=again,
             clock=self._clock,
         )
         layout = plan.image(0).layout
@@ -596,7 +596,7 @@ class World:
                 continue
             if copier is not None:
                 copier.wait()
-                copier.shut()
+                copier.close_gate()
             source.fill(made, rank, step)
             if copier is not None:
                 source.copy = self._area(job, source, step)
@@ -623,7 +623,7 @@ class World:
     def _doubt(self, link: Link, chance: random.Random, first: int, step: int) -> None:
         if chance.random() < self.plan.doubt_share:
             steps = chance.randrange(first, step + 1), step
-            link.tell(StagerMessage.doubt(Doubt(link.job.rank, steps, "it was changed by hand")))
+            link.send_message(StagerMessage.doubt(Doubt(link.job.rank, steps, "it was changed by hand")))
 
     def _heard_doubt(self, attempts: Sequence[int], doubt: Doubt) -> None:
         if doubt.steps is not None:
@@ -674,7 +674,7 @@ class World:
                 sim.wait(port.has_news, 30.0, "welcome")
         except HoldfastError as error:
             sim.here.notes["problem"] = error
-        port.leave(0.0)
+        port.disconnect(0.0)
         return None
 
     def _job_process_ended(self, job: Job, dead: Process) -> None:
@@ -843,7 +843,7 @@ class World:
                 sim.note("! another host takes the run over")
                 other = Identity("other host", "b", "n", 7, 1)
                 self.checks.intruded()
-                self.intruder = Lease.take(pristine_writer(self.store), takeover=True, identity=other)
+                self.intruder = Lease.acquire(pristine_writer(self.store), takeover=True, identity=other)
 
     def _kill_job(self, why: str) -> None:
         job = self.jobs[-1]
@@ -903,7 +903,7 @@ class World:
             return
         sim, state = self.scheduler, self.store
         self.checks.intruded()
-        claim = self.intruder = Lease.take(
+        claim = self.intruder = Lease.acquire(
             pristine_writer(state), takeover=True, identity=Identity("other host", "b", "n", 7, 1)
         )
         sim.note(f"! another host takes the run over, as attempt {claim.attempt}")

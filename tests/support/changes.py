@@ -574,18 +574,18 @@ PACKAGES: dict[str, type[Training]] = {
 
 def never_compare(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """Take a tensor as unchanged unless a counter or a sampled word shows otherwise: no comparison of all bytes."""
-    put(SavedInstant, "changed_uncounted", lambda *_: "")
+    put(SavedInstant, "find_uncounted_change", lambda *_: "")
 
 
 def trust_everything(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """No save waits for its copy, even where hooks are missing: only detection protects the save."""
-    put(HookCoverage, "saved", lambda *_: True)
+    put(HookCoverage, "record_save", lambda *_: True)
 
 
 def see_nothing(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """Disable detection too: the tests with these trainings must fail then."""
     trust_everything(put)
-    for method in ("changed", "changed_in", "changed_at", "copied_wrong"):
+    for method in ("find_changed", "find_changed_in", "find_changed_at", "find_miscopied"):
         put(SavedInstant, method, lambda *_: "")
 
 

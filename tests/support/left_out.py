@@ -12,7 +12,7 @@ __all__ = ["LeftOut"]
 _REASON = "no time was left to begin it"
 
 
-class LeftOutCheck:
+class LeftOut:
     """The pytest plugin, in each worker and in the controller."""
 
     def __init__(self, config: pytest.Config) -> None:

@@ -101,9 +101,9 @@ class MemoryStore:
             self.uploads[key], self.upload_names[key] = {}, name
         return MemoryUpload(self, name, nbytes, chunk_bytes * self.part_chunks, write_id, key)
 
-    def resume(self, name: str, begun: InterruptedUpload) -> MemoryUpload:
+    def resume(self, name: str, interrupted: InterruptedUpload) -> MemoryUpload:
         self.before("resume", name)
-        nbytes, part_bytes, write_id, token, crc32s = begun
+        nbytes, part_bytes, write_id, token, crc32s = interrupted
         with self.lock:
             published = self.owners.get(name) == write_id and len(self.objects.get(name, b"")) == nbytes
             parts = self.uploads.get(token)

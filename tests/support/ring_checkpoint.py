@@ -87,7 +87,7 @@ class LiveFetch:
             self.asked.append(asked)
             if self.error is not None and len(self.asked) > self.errors_from:
                 raise self.error
-            self.fetches.hear(0, Frame(Kind.FETCH, self.attempt, step, chunk, asked, attempt, body))
+            self.fetches.handle(0, Frame(Kind.FETCH, self.attempt, step, chunk, asked, attempt, body))
             assert self.fetches.answer()
             _, frame = self.port.sent.pop()
             self.port.unsent.clear()

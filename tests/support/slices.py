@@ -136,11 +136,11 @@ class DictTier(Tier):
     Attributes:
         areas: Slot → the slice's bytes, for tests to alter.
         reads: Offset and bytes of each read that was answered, with the step.
-        fails: Raised by every read after the first `good_reads`, if set; `kept_fails` by `kept`.
+        fails: Raised by every read after the first `good_reads`, if set; `kept_fails` by `kept_slices`.
         failed_reads: How many reads raised it.
     """
 
-    how, writers = "a dict", 1
+    write_mode, writers = "a dict", 1
 
     def __init__(self, nearness: Nearness = Nearness.MEMORY, name: str = "") -> None:
         self.nearness = nearness
@@ -174,13 +174,13 @@ class DictTier(Tier):
         """Sum over all reads."""
         return sum(nbytes for _, _, nbytes in self.reads)
 
-    def doubt(self, steps: DoubtedSteps) -> None:
+    def record_doubt(self, steps: DoubtedSteps) -> None:
         self._kept = [
             replace(one, doubt=doubt_about([steps], CheckpointId(*one.seal.order)) or one.doubt)
             for one in self._kept
         ]
 
-    def kept(self) -> list[SealedSlice]:
+    def kept_slices(self) -> list[SealedSlice]:
         if self.kept_fails is not None:
             raise self.kept_fails
         return sorted(self._kept, key=lambda kept: kept.seal.order, reverse=True)

@@ -45,7 +45,7 @@ class TurnedStager:
     def turn(self) -> None:
         """Run the loop once."""
         if self.port is None:
-            self.reactor.turn()
+            self.reactor.run_once()
             return
         seen = self.port.poll()
         self.messages += seen.messages
@@ -59,7 +59,7 @@ class TurnedStager:
         self.port = TcpTrainersPort(
             self.reactor, hello, reconnect_seconds_max=reconnect_seconds_max, start_seconds_max=SECONDS_MAX
         )
-        self.listener.open(self.port)
+        self.listener.open_job(self.port)
         return self.port
 
     def close(self) -> None:

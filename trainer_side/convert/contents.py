@@ -127,10 +127,10 @@ class Contents:
         storage = torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         memory = bytes_of(storage.data_ptr(), nbytes)
 
-        def lay(offset: int, part: memoryview) -> None:
+        def copy_in(offset: int, part: memoryview) -> None:
             memory[offset : offset + len(part)] = part
 
-        self.stream(entry, lay)
+        self.stream(entry, copy_in)
         return storage
 
     def _window(self) -> memoryview:

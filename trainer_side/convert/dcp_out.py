@@ -38,7 +38,7 @@ def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None,
         raise StateError(
             f"--only {only}: DCP saves dicts, and this is a {type(contents.tree).__name__}; leave --only out"
         )
-    flat = contents.flat()
+    flat = contents.flat_tensors()
     entries = [contents.entry(tensor) for _, tensor in contents.tensors]
     read_bytes = sum(contents.nbytes(entry) for entry in entries if entry is not None)
 

@@ -48,9 +48,9 @@ class StoredTensor:
     def read(self, offset: int, out: memoryview) -> None:
         """Fill `out` with the tensor's bytes from `offset` on. Raises OSError; DamageError: a file has changed."""
         target = np.frombuffer(out, np.uint8)
-        for number in self._pattern.within(offset, offset + len(target)):
+        for number in self._pattern.regions_within(offset, offset + len(target)):
             comb = self._pattern.combs[number]
-            first, end = comb.before(offset), comb.before(offset + len(target))
+            first, end = comb.bytes_before(offset), comb.bytes_before(offset + len(target))
             blocks = list(comb.blocks(first, end))
             if len(blocks) == 1 and blocks[0].runs == 1:
                 place = blocks[0].offset - offset

@@ -100,9 +100,9 @@ def _decode(value: Any, tensors: Mapping[str, Any]) -> Any:
         pairs = [(_decode(key, tensors), _decode(one, tensors)) for key, one in content]
         if tag == "$dict":
             return dict(pairs)
-        made = OrderedDict(pairs)
-        vars(made).update(_decode(value.get("$attributes", {}), tensors))
-        return made
+        ordered = OrderedDict(pairs)
+        vars(ordered).update(_decode(value.get("$attributes", {}), tensors))
+        return ordered
     return _SCALARS[tag](_decode(content, tensors))
 
 

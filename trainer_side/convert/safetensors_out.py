@@ -37,7 +37,7 @@ from trainer_side.state.position_names import to_rows
 
 _READERS = 4
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_NAMED = 5
+_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SafetensorsPlan:
 
     def __init__(self, contents: Contents, *, only: str | None) -> None:
         self._contents = contents
-        self.tensors = contents.flat()
+        self.tensors = contents.flat_tensors()
         _refuse_dtypes(self.tensors)
         self._slots: list[_TensorSlot] = []
         end = 0
@@ -112,7 +112,7 @@ class SafetensorsPlan:
         base = len(self._header)
         if all(slot.is_dense for slot in slots):
 
-            def pass_on(offset: int, part: memoryview) -> None:
+            def write_part(offset: int, part: memoryview) -> None:
                 for slot in slots:
                     start = int(slot.flat.tensor.storage_offset()) * slot.flat.tensor.itemsize
                     first = max(offset, start)
@@ -120,7 +120,7 @@ class SafetensorsPlan:
                     if first < last:
                         _write_at(fd, part[first - offset : last - offset], base + slot.begin + first - start)
 
-            self._contents.stream(entry, pass_on)
+            self._contents.stream(entry, write_part)
         else:
             storage = self._contents.load(entry)
             for slot in slots:
@@ -163,10 +163,10 @@ def _refuse_dtypes(tensors: Sequence[FlatTensor]) -> None:
     if METADATA in {flat.name for flat in tensors}:
         wrong.append(f"the name {METADATA}, which is taken")
     if wrong:
-        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        more = f" and {len(wrong) - _NAMES_SHOWN} more" if len(wrong) > _NAMES_SHOWN else ""
         raise StateError(
-            f"a safetensors file cannot hold {', '.join(wrong[:_NAMED])}{more}; export with --to dcp or torch, or "
-            "another part with --only"
+            f"a safetensors file cannot hold {', '.join(wrong[:_NAMES_SHOWN])}{more}; export with --to dcp or torch, "
+            "or another part with --only"
         )
 
 

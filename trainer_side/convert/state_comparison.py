@@ -191,7 +191,7 @@ def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> ComparedNumber
                 are_nan = numbers[0].isnan() & numbers[1].isnan()
                 differing += int(((numbers[0] != numbers[1]) & ~are_nan).sum())
         sums.add(*numbers)
-    return sums.told(differing)
+    return sums.result(differing)
 
 
 class _Sums:

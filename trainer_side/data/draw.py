@@ -44,8 +44,8 @@ class _BatchInHand:
             )
         if not isinstance(saved, dict) or "before" not in saved:
             raise StateError(
-                f"ResumableDraw: expected the state of a ResumableDraw, got {describe_value(saved)}; give it the name in the "
-                "state with which it was saved"
+                f"ResumableDraw: expected the state of a ResumableDraw, got {describe_value(saved)}; give it the "
+                "name in the state with which it was saved"
             )
         self.before = saved["before"]
         self.due = self.before is not None

@@ -178,7 +178,7 @@ class ResumableSampler(DataPlace):
         """
         self._position, self._skipped = self._parse_state(saved)
         self._mark = self._position
-        self._step_size = StepSizeCounter(StepSize.of_state(saved.get("step")), step=None)
+        self._step_size = StepSizeCounter(StepSize.from_state(saved.get("step")), step=None)
         self._load_count += 1
         self._read_ahead = self._followed = False
 
@@ -203,7 +203,7 @@ class ResumableSampler(DataPlace):
         Raises:
             StateError: The checkpoint does not say how many samples a step takes.
         """
-        samples, batches = self._step_size.known("sampler")
+        samples, batches = self._step_size.require_size("sampler")
         position = self._position
         begins = []
         for number in (after * batches, steps * batches):
@@ -232,7 +232,7 @@ class ResumableSampler(DataPlace):
 
     def _count_batch(self, batch_size: int, begin: _Position) -> None:
         """Note the samples that the loop receives, also for `holdfast drill`."""
-        self._step_size.took(batch_size * self._ranks)
+        self._step_size.add_batch(batch_size * self._ranks)
         place = begin.cursor + self._rank * batch_size
         diary.write_diary("samples", [begin.epoch, place, batch_size, self._length])
 
@@ -242,10 +242,10 @@ class ResumableSampler(DataPlace):
             raise StateError(
                 "sampler: the loader has in_order=False and gives batches in any order; make it with in_order=True"
             )
-        reads = getattr(loader, "batch_sampler", None)
-        if isinstance(reads, ReadAhead) and reads.sampler is self:
-            return reads.batch_size
-        if isinstance(loader, torch.utils.data.DataLoader) or isinstance(reads, ReadAhead):
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        if isinstance(batch_sampler, ReadAhead) and batch_sampler.sampler is self:
+            return batch_sampler.batch_size
+        if isinstance(loader, torch.utils.data.DataLoader) or isinstance(batch_sampler, ReadAhead):
             raise StateError(
                 f"sampler: this {type(loader).__name__} takes its samples from elsewhere; "
                 "make it with batch_sampler=sampler.ahead(batch_size) of this sampler"
@@ -256,7 +256,7 @@ class ResumableSampler(DataPlace):
         state = self._state_fields(position)
         if self._step_size.size is not None:
             state["step"] = list(self._step_size.size)
-        if skipped := self._skipped.later(self._place_of(position)):
+        if skipped := self._skipped.spans_after(self._place_of(position)):
             state["skipped"] = skipped
         return state
 
@@ -271,10 +271,10 @@ class ResumableSampler(DataPlace):
 
     def _parse_state(self, saved: Any) -> tuple[_Position, SkippedSamples]:
         """Return the place in a saved state, and its skipped samples. If the data differ, `on_change` decides."""
-        mine = self._state_fields(self._position)
-        if not isinstance(saved, dict) or not set(mine) <= set(saved):
+        own = self._state_fields(self._position)
+        if not isinstance(saved, dict) or not set(own) <= set(saved):
             raise StateError(
-                f"sampler: expected a dict with {', '.join(mine)}, the checkpoint has {saved!r}; give the sampler the "
+                f"sampler: expected a dict with {', '.join(own)}, the checkpoint has {saved!r}; give the sampler the "
                 "name in the state with which it was saved, and use the release of holdfast that saved it"
             )
         place: tuple[Any, Any] = saved["epoch"], saved["cursor"]
@@ -284,10 +284,10 @@ class ResumableSampler(DataPlace):
                 "take the checkpoint before this one"
             )
         found = _Position(*place)
-        changed = [name for name in ("length", "seed", "order") if saved[name] != mine[name]]
+        changed = [name for name in ("length", "seed", "order") if saved[name] != own[name]]
         if not changed:
             return found, SkippedSamples((first, end) for first, end in saved.get("skipped", ()))
-        changes = "; ".join(f"{name}: expected {saved[name]!r}, got {mine[name]!r}" for name in changed)
+        changes = "; ".join(f"{name}: expected {saved[name]!r}, got {own[name]!r}" for name in changed)
         if self._on_change == "refuse":
             raise StateError(
                 f"sampler: this run does not have the data of the checkpoint: {changes}; samples would be repeated or "
@@ -394,7 +394,7 @@ class _BatchReader(Iterator[_Indices]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place after the last batch read. A `StatefulDataLoader` calls this with each batch."""
-        return self._sampler._described(self._position)
+        return self._sampler._state_at(self._position)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue at the place in `saved`.
@@ -402,4 +402,4 @@ class _BatchReader(Iterator[_Indices]):
         Raises:
             StateError: As `ResumableSampler.load_state_dict`.
         """
-        self._position, _ = self._sampler._found(saved)
+        self._position, _ = self._sampler._parse_state(saved)

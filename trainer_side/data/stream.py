@@ -76,7 +76,7 @@ class ResumableStream(DataPlace):
                 sample = self._next()
                 if number in mine:
                     batch.append(sample)
-            self._step_size.took(batch_size * self._ranks)
+            self._step_size.add_batch(batch_size * self._ranks)
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class ResumableStream(DataPlace):
         state = {"source": self._source.state_dict(), "passes": self._passes, "workers": self._workers}
         if self._step_size.size is not None:
             state["step"] = list(self._step_size.size)
-        if skipped := self._skipped.later(self._samples_read):
+        if skipped := self._skipped.spans_after(self._samples_read):
             state["skipped"] = [[max(0, first - self._samples_read), end - self._samples_read] for first, end in skipped]
         return state
 
@@ -102,7 +102,7 @@ class ResumableStream(DataPlace):
         self._source.load_state_dict(saved["source"])
         self._passes, self._iterator, self._samples_read = int(saved["passes"]), None, 0
         self._skipped = SkippedSamples((first, end) for first, end in saved.get("skipped", ()))
-        self._step_size = StepSizeCounter(StepSize.of_state(saved.get("step")), step=None)
+        self._step_size = StepSizeCounter(StepSize.from_state(saved.get("step")), step=None)
 
     def stepped(self, step: int) -> None:
         """As `ResumableSampler.stepped`."""
@@ -110,7 +110,7 @@ class ResumableStream(DataPlace):
 
     def skip_batches(self, after: int, steps: int) -> None:
         """As `ResumableSampler.skip_batches`, but skipped samples are read from the source and dropped."""
-        samples, batches = self._step_size.known("stream")
+        samples, batches = self._step_size.require_size("stream")
         begin = self._skipped.begin(self._skipped.end(self._samples_read, after * batches * samples))
         end = self._skipped.end(begin, steps * batches * samples)
         self._skipped = SkippedSamples([*self._skipped.spans, (begin, end)])

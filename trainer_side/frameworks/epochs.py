@@ -34,15 +34,15 @@ class EpochLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], *, batches: int | None = None) -> None:
-        reads = loader.batch_sampler
-        if not isinstance(reads, ReadAhead):
+        batch_sampler = loader.batch_sampler
+        if not isinstance(batch_sampler, ReadAhead):
             raise StateError(
-                f"EpochLoader: this loader takes its samples from {type(reads).__name__}; make it with "
+                f"EpochLoader: this loader takes its samples from {type(batch_sampler).__name__}; make it with "
                 "batch_sampler=sampler.ahead(batch_size) of a ResumableSampler"
             )
         self._loader = loader
-        self._sampler: ResumableSampler = reads.sampler
-        self._batches = batches or reads.batches_per_epoch
+        self._sampler: ResumableSampler = batch_sampler.sampler
+        self._batches = batches or batch_sampler.batches_per_epoch
 
     def __len__(self) -> int:
         return self._batches

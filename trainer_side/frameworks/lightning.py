@@ -194,7 +194,7 @@ class HoldfastCallback(Checkpoint):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the random states to the saved ones, and treat SIGTERM as a notice again."""
-        self._random.again()
+        self._random.reload()
         if self._notice_handler is not None:
             # Lightning's handler is a collective of all ranks: a single rank with a notice would block in it.
             signal.signal(signal.SIGTERM, self._notice_handler)

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from trainer_side.state.rng import RngState
 
-__all__ = ["RngAgain", "missing_framework", "numbered", "refuse_taken"]
+__all__ = ["ReloadableRngState", "missing_framework", "numbered", "reject_taken_names"]
 
 
 def missing_framework(
@@ -48,7 +48,7 @@ class ReloadableRngState(RngState):
         self._saved: dict[str, Any] | None = None
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Set all generators to the states in `saved`, and keep `saved` for `again`."""
+        """Set all generators to the states in `saved`, and keep `saved` for `reload`."""
         super().load_state_dict(saved)
         self._saved = saved
 

@@ -103,7 +103,7 @@ class HoldfastCallback(TrainerCallback):
         }
         reject_taken_names(own, self._extra_state)
         self.checkpointer = Checkpointer({**own, **self._extra_state}, config=self._config, every=self._every)
-        self._last_batch.of(trainer)
+        self._last_batch.attach(trainer)
         self._last_checked = self.checkpointer.restore(may_lack=() if scaler is None else ("scaler",))
         if self._last_checked == 0:
             return None
@@ -113,7 +113,7 @@ class HoldfastCallback(TrainerCallback):
         ]
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-")
         folder = Path(self._folder.name)
-        (folder / _STATE).write_text(trainer_state.found, encoding="utf-8")
+        (folder / _STATE).write_text(trainer_state.restored_json, encoding="utf-8")
         _skip_loading_weights(trainer, self._folder.name)
         return self._folder.name
 
@@ -132,7 +132,7 @@ class HoldfastCallback(TrainerCallback):
                 f"transformers: the restored checkpoint has {self._last_checked} steps, but Trainer begins after "
                 f"{state.global_step}; call train(resume_from_checkpoint=callback.restore(trainer))"
             )
-        self._scheduler.made(given["lr_scheduler"])
+        self._scheduler.attach(given["lr_scheduler"])
         for group, saved in zip(given["optimizer"].param_groups, self._groups, strict=bool(self._groups)):
             group.update(saved)
 
@@ -141,7 +141,7 @@ class HoldfastCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Save the state after the previous step, if a checkpoint is due."""
-        self._random.again()
+        self._random.reload()
         self._step(state)
 
     @override
@@ -211,7 +211,7 @@ def _skip_loading_weights(trainer: Trainer, folder: str) -> None:
 
 
 class _Scheduler:
-    """Trainer's scheduler, which is made only after the restore: keeps its saved state until `made` is called."""
+    """Trainer's scheduler, which is made only after the restore: keeps its saved state until `attach` is called."""
 
     def __init__(self) -> None:
         self._scheduler: Any = None

@@ -57,7 +57,7 @@ def greet(
                 "start all ranks by one launcher, and a stager of their own"
             )
     except HoldfastError:
-        port.leave(_DISCONNECT_SECONDS_MAX)
+        port.disconnect(_DISCONNECT_SECONDS_MAX)
         raise
     return GreetedStager(port, welcome)
 

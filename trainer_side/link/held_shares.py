@@ -31,7 +31,7 @@ class HeldShares:
         self._error: HoldfastError | None = None
 
     def hold(self, shares: list[Outgoing], error: HoldfastError) -> None:
-        shares = [*shares, *self._held]  # lost again before `take` had reached the newer ones
+        shares = [*shares, *self._held]  # lost again before `drain` had reached the newer ones
         until = self._clock() + LOST_STAGER_SECONDS_MAX
         self._deadlines = {one.transfer.step: self._deadlines.get(one.transfer.step, until) for one in shares}
         self._held, self._error = shares, error
@@ -40,7 +40,7 @@ class HeldShares:
         """Yield the held steps, oldest first, each with the transfer to offer again; None: the step has ended."""
         while self._held:
             one = self._held.pop(0)
-            yield one.transfer.step, one.again()
+            yield one.transfer.step, one.retry()
 
     def fail_expired(self) -> None:
         """Fail the shares whose deadline has passed; later steps keep waiting."""
@@ -54,4 +54,4 @@ class HeldShares:
     def _fail(self, shares: list[Outgoing], error: HoldfastError) -> None:
         self._held = [one for one in self._held if one not in shares]
         for one in shares:
-            one.transfer.reach(TransferState.FAILED, Reason.of_error(error))
+            one.transfer.set_state(TransferState.FAILED, Reason.of_error(error))

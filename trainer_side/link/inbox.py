@@ -31,7 +31,7 @@ _log = logging.getLogger("holdfast.trainer.link")
 class StagerSession:
     """The parts of the link that belong to one stager, from its WELCOME until that stager is lost.
 
-    Link's thread, unless a part says otherwise. `command`: Runs a function in that thread.
+    Link's thread, unless a part says otherwise. `enqueue`: Runs a function in that thread.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StagerSession:
     ) -> None:
         self.port, self.welcome = port, welcome = greeted.port, greeted.welcome
         self.outbox = Outbox(port, job, events)
-        self.requests = OpenRequests(config, port, welcome, rank=job.rank, command=enqueue)
+        self.requests = OpenRequests(config, port, welcome, rank=job.rank, enqueue=enqueue)
         self.silence = StagerSilence(
             job.rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock
         )
@@ -73,11 +73,11 @@ class ShareInbox:
                 # Answer, so that the stager knows that this rank is alive.
                 session.port.send(wire.encode(Kind.BEAT, attempt=session.welcome.attempt))
             case Kind.CREDIT:
-                session.outbox.credited(frame)
+                session.outbox.handle_credit(frame)
             case Kind.DECLINED | Kind.STAGED | Kind.DURABLE | Kind.FAILED:
-                session.outbox.judged(frame)
+                session.outbox.handle_verdict(frame)
             case Kind.FETCHED:
-                session.requests.fetched(frame)
+                session.requests.resolve_fetch(frame)
             case Kind.REFUSED:
                 self._handle_refused(session, frame)
             case _:
@@ -92,7 +92,7 @@ class ShareInbox:
     def _handle_refused(self, session: StagerSession, frame: Frame) -> None:
         body = wire.json_body(frame, code=str, message=str)
         error = peer_error(body["code"], body["message"])
-        if session.requests.agreed(error):
+        if session.requests.resolve_proposal(error):
             return
         if not isinstance(error, PeerLost):
             raise error
@@ -112,18 +112,18 @@ class StagerInbox(ShareInbox):
     def handle(self, session: StagerSession, frame: Frame) -> None:
         match frame.kind:
             case Kind.SAVE_AT:
-                answer = self._agreed_steps.heard(Announcement.from_frame(frame))
+                answer = self._agreed_steps.handle(Announcement.from_frame(frame))
                 self._reply(session, frame, Kind.AT, answer)
             case Kind.SAVE_EVERY:
                 seconds = self._agreed_steps.step_seconds
-                answer = self._schedule.heard(Announcement.from_frame(frame), seconds)
+                answer = self._schedule.handle(Announcement.from_frame(frame), seconds)
                 self._reply(session, frame, Kind.HERE, answer)
             case Kind.DOUBTED:
                 self.on_doubt(Doubt.from_frame(frame))
             case Kind.RESERVED:
-                session.requests.agreed(Agreement.from_frame(frame))
+                session.requests.resolve_proposal(Agreement.from_frame(frame))
             case _:
-                super().take(session, frame)
+                super().handle(session, frame)
 
     def on_stager_lost(self) -> None:
         self._agreed_steps.end()

@@ -20,7 +20,8 @@ class StagerLosses(NamedTuple):
 class JobState:
     """State of the job. The link's thread writes it, any thread reads it.
 
-    `attempt`: Assigned by the stager; None: the job has no stager. `seen`: The failures of the run before this job.
+    `attempt`: Assigned by the stager; None: the job has no stager. `prior_failures`: The failures of the run before
+    this job.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class JobState:
         store_url: str,
         chunk_bytes: int,
         attempt: int | None,
-        seen: FailureCount = NO_FAILURES,
+        prior_failures: FailureCount = NO_FAILURES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank, self.ranks, self.store_url, self.chunk_bytes = rank, ranks, store_url, chunk_bytes
@@ -42,7 +43,7 @@ class JobState:
         self.staged_step = self.durable_step = -1  # the newest ones; -1 before the first
         self.new_pickle_reserve_bytes = 0  # granted to rank 0's pickle after it has outgrown its reserve
         self.group: JobState | None = None  # of all stagers, if there are several
-        self.prior_failures, self._clock = seen, clock
+        self.prior_failures, self._clock = prior_failures, clock
         self._last_problem: HoldfastError | None = None
         self._past_losses, self._lost_at = StagerLosses(), 0.0
 

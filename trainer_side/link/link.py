@@ -1,9 +1,9 @@
 """The link to the stager: the thread of a training rank that exchanges messages with the stager after start-up.
 
-    training thread      agree, offer, decline, tell, close ──► commands ─┐
-    copy thread          SliceSource.is_ready(frame) ─────────────────────┤
-                                                                          ▼
-    this thread          commands · messages · send frames that are credited and copied · deadlines · rest
+    training thread      agree, offer, decline, send_message, close ──► commands ─┐
+    copy thread          SliceSource.is_ready(frame) ─────────────────────────────┤
+                                                                                  ▼
+    this thread          commands · messages · send frames that are credited and copied · deadlines · pause
 
 `StagerSession` holds the checkpoints in flight and the open requests. Losing the stager never stops the training: the
 link sets `JobState.problem`, logs one error, and declines every later offer at once. If `Rejoining` reaches a stager
@@ -54,7 +54,7 @@ _TASK = "exchanges messages with the stager"
 class Link:
     """A `ToStager` for one stager. Methods belong to the training thread unless they say otherwise.
 
-    `again`: How to reach a lost stager again; None: it stays lost.
+    `reconnect`: How to reach a lost stager again; None: it stays lost.
 
     Attributes:
         on_lost, on_recovered: Called in the link's thread, right after `job` notes that the stager is lost, or back.
@@ -69,7 +69,7 @@ class Link:
         events: EventLog,
         *,
         rank: int,
-        retried: Reconnect | None = None,
+        reconnect: Reconnect | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._inbox, self._events, self._clock = config, inbox, events, clock
@@ -80,7 +80,7 @@ class Link:
             store_url=welcome.store_url,
             chunk_bytes=welcome.chunk_bytes,
             attempt=welcome.attempt,
-            seen=welcome.seen,
+            prior_failures=welcome.seen,
             clock=clock,
         )
         tiers = ", ".join(config.tiers)
@@ -95,9 +95,9 @@ class Link:
         self._session = self._open_session(greeted)
         self._backoff = PollBackoff(self._session.outbox, clock, greeted.port.processes_per_core)
         self._rejoining: Rejoining | None = None
-        if retried is not None:
+        if reconnect is not None:
             self._rejoining = Rejoining(
-                retried,
+                reconnect,
                 self.job,
                 start_seconds_max=config.start_seconds_max,
                 last_step=lambda: inbox.last_step,
@@ -108,12 +108,12 @@ class Link:
         self._leaving = self._has_thread_died = False
         self._closed = False
         self._cancel_at_exit: Callable[[], None] = lambda: None
-        self._thread = BackgroundThread("holdfast-link", self._run, rank=rank, task=_TASK, died=self._on_thread_death)
+        self._thread = BackgroundThread("holdfast-link", self._run, rank=rank, task=_TASK, on_death=self._on_thread_death)
         self._thread.start()
 
     def _open_session(self, greeted: GreetedStager) -> StagerSession:
         return StagerSession(
-            self._config, greeted, self.job, self._events, command=self._enqueue, clock=self._clock
+            self._config, greeted, self.job, self._events, enqueue=self._enqueue, clock=self._clock
         )
 
     # -- commands of the training thread -------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Link:
                 f"step {step} is not above step {self._newest_step}, which was saved or declined before"
             )
         if refusal is not None:
-            transfer.reach(TransferState.DECLINED, refusal)
+            transfer.set_state(TransferState.DECLINED, refusal)
             transfer.release()
             return
         self._newest_step = step
@@ -158,18 +158,18 @@ class Link:
         outgoing = Outgoing(transfer, source, self._plan)
         self._enqueue(lambda: self._offer(outgoing))
 
-    def answer(self, step: int) -> Reason | None:
+    def decline_reason(self, step: int) -> Reason | None:
         verdict = self._session.outbox.verdict(step)
         return None if verdict is None else Reason.of_body(wire.json_body(verdict))
 
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
         self._newest_step = max(self._newest_step, step)
 
-        def send_message() -> None:
+        def send() -> None:
             message = self._decline_message(step, reason.text, needed_pickle_bytes)
             self._session.outbox.decline(step, message, reason.of_rank(self.job.rank))
 
-        self._enqueue_if_alive(tell)
+        self._enqueue_if_alive(send)
 
     def _decline_message(self, step: int, why: str, needed_pickle_bytes: int = 0) -> bytes:
         return wire.encode(
@@ -184,13 +184,13 @@ class Link:
         self._session.port.send(self._decline_message(step, "this rank had lost the stager"))
 
     def send_message(self, message: StagerMessage) -> None:
-        def send_message() -> None:
+        def send() -> None:
             if self.job.problem is None:
                 self._session.port.send(message.encode(self.job.attempts))
             elif message.keep_until_unix > 0:
                 self._unsent_messages.append(message)
 
-        self._enqueue(tell)
+        self._enqueue(send)
 
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
         """Wait until all offered steps are durable (or staged), say good-bye, end the thread. Safe to call twice.
@@ -215,7 +215,7 @@ class Link:
     def begin_close(self) -> None:
         """Have the thread say good-bye and end; `close` waits for it."""
 
-        def begin_close() -> None:
+        def leave() -> None:
             self._leaving = True
 
         self._enqueue(leave)
@@ -223,26 +223,26 @@ class Link:
     def drop_stager(self, error: HoldfastError) -> None:
         """Leave the stager, and treat it as lost; then try to reach it again as usual. Any thread."""
 
-        def drop_stager() -> None:
+        def drop() -> None:
             if self.job.problem is None:
                 # The stager is alive, and would wait for this rank.
-                self._session.port.leave(0.0, lost=True)
+                self._session.port.disconnect(0.0, lost=True)
             self._handle_loss(error)
 
-        self._enqueue(lose)
+        self._enqueue(drop)
 
     def close_at_exit(self) -> None:
         """Close the link at exit: a script without `close` must not leave the stager waiting for this rank."""
         close = partial(self.close, wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
         self._cancel_at_exit = at_exit(close)
 
-    def _enqueue_if_alive(self, enqueue: Callable[[], None]) -> None:
-        """Queue `enqueue` for the link's thread, which drops it if the stager is lost by then."""
+    def _enqueue_if_alive(self, command: Callable[[], None]) -> None:
+        """Queue `command` for the link's thread, which drops it if the stager is lost by then."""
         if self.job.problem is None:
-            self._enqueue(lambda: enqueue() if self.job.problem is None else None)
+            self._enqueue(lambda: command() if self.job.problem is None else None)
 
-    def _enqueue(self, enqueue: Callable[[], None]) -> None:
-        self._commands.append(enqueue)
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
         self._backoff.wake()
         if self._has_thread_died:
             self._run_commands()
@@ -263,16 +263,16 @@ class Link:
                 self._abort(thread_died(error, rank=self.job.rank, name=self._thread.name, task=_TASK))
                 busy = True
             if busy:
-                self._backoff.busy()
+                self._backoff.reset()
             else:
-                self._backoff.rest(fetching=self._session.requests.fetching)
+                self._backoff.pause(is_fetching=self._session.requests.is_fetching)
         if self._rejoining is not None:
             self._rejoining.end()
         self._session.outbox.close()
-        self._held.give_up(PeerLost(f"rank {self.job.rank}: the link was closed while the stager was lost"))
-        self._session.requests.end(self.job.problem or PeerLost(f"rank {self.job.rank}: the link is closed"))
+        self._held.fail_all(PeerLost(f"rank {self.job.rank}: the link was closed while the stager was lost"))
+        self._session.requests.fail_all(self.job.problem or PeerLost(f"rank {self.job.rank}: the link is closed"))
         lost = isinstance(self.job.problem, PeerLost) and not isinstance(self.job.problem, ThreadDied)
-        self._session.port.leave(0.0 if self.job.problem else _DISCONNECT_SECONDS_MAX, lost=lost)
+        self._session.port.disconnect(0.0 if self.job.problem else _DISCONNECT_SECONDS_MAX, lost=lost)
 
     def _poll_once(self) -> bool:
         """Poll everything once; return whether anything had happened."""
@@ -280,9 +280,9 @@ class Link:
         if self.job.problem is not None:  # the session is not used any more
             return self._poll_rejoining() or busy
         messages = self._session.port.poll()
-        self._session.silence.note(bool(messages))
+        self._session.silence.update(bool(messages))
         for message in messages:
-            self._inbox.take(self._session, wire.decode(message))
+            self._inbox.handle(self._session, wire.decode(message))
         busy |= self._session.outbox.pump()
         return busy or bool(messages)
 
@@ -291,18 +291,18 @@ class Link:
         busy = False
         while self._commands:
             try:
-                enqueue = self._commands.popleft()
+                command = self._commands.popleft()
             except IndexError:  # once this thread is dead, two others may run this
                 break
             busy = True
-            enqueue()
+            command()
         return busy
 
     def _abort(self, error: ThreadDied) -> None:
         """Leave the stager after a bug in this thread; the stager tells the other ranks."""
         if self.job.problem is None:
             with contextlib.suppress(Exception):  # the port itself may be what is broken
-                self._session.port.leave(0.0)
+                self._session.port.disconnect(0.0)
         self._mark_lost(error)
 
     def _on_thread_death(self, error: ThreadDied) -> None:
@@ -312,22 +312,22 @@ class Link:
             self._abort(error)
         finally:
             self.job.problem = self.job.problem or error
-            self._held.give_up(error)
+            self._held.fail_all(error)
             self._run_commands()
 
     def _offer(self, active: Outgoing) -> None:
         if self.job.problem is None:
-            self._session.outbox.begin(active)
+            self._session.outbox.offer(active)
             return
-        active.transfer.reach(TransferState.DECLINED, Reason.of_error(self.job.problem))
+        active.transfer.set_state(TransferState.DECLINED, Reason.of_error(self.job.problem))
         active.release()
 
     def _handle_loss(self, error: HoldfastError) -> None:
         """Give the stager up. Try to reach its next process, unless the error needs a person."""
         is_peer_lost = isinstance(error, PeerLost) and not isinstance(error, (ThreadDied, StartReplaced))
         if self.job.problem is None and is_peer_lost and self._rejoining is not None:
-            self._session.port.leave(0.0, lost=True)
-            self._mark_lost(error, comes_again=True)
+            self._session.port.disconnect(0.0, lost=True)
+            self._mark_lost(error, will_rejoin=True)
             self._rejoining.begin(self._session.welcome)
         else:
             self._mark_lost(error)
@@ -349,29 +349,29 @@ class Link:
         _log.error("rank %d: %s, and %s: %s", self.job.rank, what, consequence, error)
         self._events.emit("stager_lost", {"code": error.code, "message": str(error)})
         # After log and event: a thread that sees the stager lost finds both.
-        self.job.lose(error)
+        self.job.mark_lost(error)
         self.on_lost(error)
-        self._inbox.end()
+        self._inbox.on_stager_lost()
         # With tiers a held step would keep its memory, perhaps a slot, from the next steps, which the tiers can take.
-        held = self._session.outbox.lose(error, comes_again=will_rejoin and not self._fallback_text)
+        held = self._session.outbox.fail_or_hold(error, will_rejoin=will_rejoin and not self._fallback_text)
         self._held.hold(held, error)
-        self._session.requests.end(error)
+        self._session.requests.fail_all(error)
 
     def _poll_rejoining(self) -> bool:
         """Open a session once the stager is reached again; return whether it is."""
-        self._held.look()
+        self._held.fail_expired()
         try:
-            found = None if self._rejoining is None else self._rejoining.look()
+            found = None if self._rejoining is None else self._rejoining.poll()
         except ThreadDied as died:
             self.job.problem, self._rejoining = died, None
-            self._held.give_up(died)
+            self._held.fail_all(died)
             self.on_lost(died)
             return True
         if found is None:
             return False
         before, welcome = self._session.welcome, found.greeted.welcome
         if not welcome.ring or (welcome.attempt, welcome.ring) != (before.attempt, before.ring):
-            self._held.give_up(PeerLost(f"{self.name} was lost, and with it the ring or the attempt"))
+            self._held.fail_all(PeerLost(f"{self.name} was lost, and with it the ring or the attempt"))
         self.job.rejoin(welcome.attempt)
         self._session = self._open_session(found.greeted)
         self._backoff.outbox = self._session.outbox
@@ -393,16 +393,16 @@ class Link:
         # In the order of their steps. Ranks reconnect one by one: end at once a step of the others that this rank has
         # passed without a stager.
         newest = self.job.durable_step
-        for newest, retried in self._held.take():
+        for newest, retried in self._held.drain():
             if retried is None:
                 self._decline_missed(newest)
             else:
-                self._session.outbox.begin(retried)
+                self._session.outbox.offer(retried)
         if newest_passed > newest:
             self._decline_missed(newest_passed)
         self.on_recovered()
-        untold, self._unsent_messages = self._unsent_messages, []
-        for message in untold:
+        unsent, self._unsent_messages = self._unsent_messages, []
+        for message in unsent:
             if message.keep_until_unix > time.time():
                 self._session.port.send(message.encode(self.job.attempts))
         return True

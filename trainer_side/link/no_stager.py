@@ -42,9 +42,9 @@ class NoStager:
         )
 
     def offer(self, step: int, source: SliceSource, record: SaveRecord, layout: Layout) -> Transfer:  # noqa: ARG002
-        return Transfer.none(step, record)
+        return Transfer.not_sent(step, record)
 
-    def answer(self, step: int) -> None:
+    def decline_reason(self, step: int) -> None:
         """Return None: the council of the local tiers tells which rank has declined a step."""
 
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:

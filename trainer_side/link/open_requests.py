@@ -1,7 +1,7 @@
 """Pending requests of this rank to the stager: compare the tensors of all ranks; read bytes that the ring still has.
 
     asking thread   agree ─► PROPOSE      fetch ─► FETCH       each waits for its answer, until a deadline
-    link's thread   RESERVED, REFUSED ─► agreed       FETCHED ─► fetched       the stager is lost ─► end
+    link's thread   RESERVED, REFUSED ─► resolve_proposal    FETCHED ─► resolve_fetch    the stager is lost ─► fail_all
 
 One proposal is open at a time; the stager answers fetches in the order in which they were sent.
 """
@@ -28,7 +28,7 @@ _SLACK_SECONDS = 10.0  # beyond the stager's own deadline for an answer
 class OpenRequests:
     """Requests to one stager. `agree` and `fetch` belong to any thread, the rest to the link's.
 
-    `command`: Runs a function in the link's thread.
+    `enqueue`: Runs a function in the link's thread.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class OpenRequests:
         answer: Future[Agreement] = Future()
         message = proposal.to_frame(self._attempt)
 
-        def ask() -> None:
+        def send_request() -> None:
             self._proposed = answer
             if self._problem is not None:
                 self.resolve_proposal(self._problem)
             else:
                 self._port.send(message)
 
-        self._enqueue(ask)
+        self._enqueue(send_request)
         try:
             return answer.result(limit)
         except TimeoutError:
@@ -89,14 +89,14 @@ class OpenRequests:
             body=body,
         )
 
-        def ask() -> None:
+        def send_request() -> None:
             if self._problem is not None:
                 answer.set_exception(self._problem)
             else:
                 self._fetches.append(answer)
                 self._port.send(message)
 
-        self._enqueue(ask)
+        self._enqueue(send_request)
         why: object = f"no answer within {self._fetch_seconds_max:g} s"
         try:
             frame = answer.result(self._fetch_seconds_max)

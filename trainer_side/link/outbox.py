@@ -1,6 +1,6 @@
 """All checkpoints of this rank in flight to the stager: offered, credited, sent, and judged.
 
-    begin ─► OFFER ── CREDIT ─► pump: payloads ── STAGED, DURABLE ─► forgotten, once its memory is released
+    offer ─► OFFER ── CREDIT ─► pump: payloads ── STAGED, DURABLE ─► forgotten, once its memory is released
                │         └─ for a step that has ended: RETURN
                └── DECLINED, FAILED, the stager is lost, the link is closed ─► ended: credits are returned
 
@@ -77,7 +77,7 @@ class Outbox:
     @property
     def is_streaming(self) -> bool:
         """Whether a payload is in flight that moves only while the transport is polled."""
-        return any(active.streaming(self._port) for active in self._active.values())
+        return any(active.is_streaming(self._port) for active in self._active.values())
 
     def check_stall(self, now: float) -> bool:
         """Check whether payloads move only while the transport is polled; True when this is new."""
@@ -106,7 +106,7 @@ class Outbox:
         active = self._active.get(step)
         if active is None and self.verdict(step) is not None:
             return  # another rank has declined it
-        if active is not None and active.transfer.state.final:
+        if active is not None and active.transfer.state.is_final:
             return
         self._port.send(message)
         if active is not None:
@@ -150,7 +150,7 @@ class Outbox:
     def handle_credit(self, frame: Frame) -> None:
         """Take a CREDIT: a slot is free for a chunk of this rank."""
         active = self._active.get(frame.step)
-        if active is None or not active.credit(frame.chunk, frame.arg):
+        if active is None or not active.accept_credit(frame.chunk, frame.arg):
             self._return_credit(frame.step, frame.chunk)
 
     def handle_verdict(self, frame: Frame) -> None:
@@ -172,12 +172,12 @@ class Outbox:
         match kind:
             case Kind.STAGED:
                 self._job.staged_step = max(self._job.staged_step, step)
-                active.staged()
-                active.transfer.reach(TransferState.STAGED)
+                active.mark_staged()
+                active.transfer.set_state(TransferState.STAGED)
                 self._emit(active.transfer, {})
             case Kind.DURABLE:
                 self._job.durable_step = max(self._job.durable_step, step)
-                active.transfer.reach(TransferState.DURABLE)
+                active.transfer.set_state(TransferState.DURABLE)
                 self._emit(active.transfer, {})
                 self._remove_if_finished(active)
             case Kind.DECLINED:
@@ -188,14 +188,14 @@ class Outbox:
     def _end(self, active: Outgoing, state: TransferState, reason: Reason) -> None:
         """Give a transfer up and return its credits; payloads in flight are completed."""
         transfer = active.transfer
-        if transfer.state.final:
+        if transfer.state.is_final:
             return
-        transfer.reach(state, reason)
-        unused = active.unused()
+        transfer.set_state(state, reason)
+        unused = active.pop_unused_credits()
         if not self._lost:
             for chunk in unused:
                 self._return_credit(transfer.step, chunk)
-        if not active.sending:
+        if not active.is_sending:
             active.release()
         self._emit(transfer, {"reason": reason.text, "cause": reason.cause})
         self._remove_if_finished(active)
@@ -209,5 +209,5 @@ class Outbox:
         self._port.send(wire.encode(Kind.RETURN, attempt=self._attempt, step=step, chunk=chunk))
 
     def _remove_if_finished(self, active: Outgoing) -> None:
-        if active.over:
+        if active.is_finished:
             self._active.pop(active.transfer.step, None)

@@ -1,8 +1,8 @@
 """One checkpoint of this rank in flight to the stager: credits in, frames out.
 
-    credit(chunk, slot) ────────► credits ──┐
-    source.is_ready(frame) ──► CRC ─────────┴─► pump: payload, SENT … all sent: DONE ─► released
-    unused ───► RETURN for each unused credit; payloads in flight are completed ─► released
+    accept_credit(chunk, slot) ──► credits ──┐
+    source.is_ready(frame) ──────► CRC ──────┴─► pump: payload, SENT … all sent: DONE ─► released
+    pop_unused_credits ───► RETURN for each unused credit; payloads in flight are completed ─► released
 
 Rules: a frame is sent only under a credit, and only when its bytes are copied. Its CRC is computed as soon as they are,
 mostly before the credit comes, so the stager gets the payload at once. Every credit is answered, by a payload and SENT
@@ -95,7 +95,7 @@ class Outgoing:
         return (
             self._needs_polling
             or not port.one_machine
-            or any(self.plan.streams(chunk) for chunk in self._sending.values())
+            or any(self.plan.is_streamed(chunk) for chunk in self._sending.values())
         )
 
     def check_stall(self, now: float) -> bool:
@@ -109,7 +109,7 @@ class Outgoing:
     @property
     def is_finished(self) -> bool:
         """Whether its outcome is final and its memory is released."""
-        return self.transfer.state.final and self.transfer.released.is_set()
+        return self.transfer.state.is_final and self.transfer.released.is_set()
 
     def offer(self, port: StagerPort, attempt: int) -> None:
         body = {**self.transfer.record.to_json(), "layout_digest": self.plan.layout.digest}
@@ -117,22 +117,22 @@ class Outgoing:
 
     def accept_credit(self, chunk: int, slot: int) -> bool:
         """Take a credit; return False if it has no use and must be returned."""
-        if self.transfer.state.final or chunk not in self._unsent:
+        if self.transfer.state.is_final or chunk not in self._unsent:
             return False
         self._credits[chunk] = slot
         if self.transfer.state is TransferState.OFFERED:
-            self.transfer.reach(TransferState.SENDING)
+            self.transfer.set_state(TransferState.SENDING)
         return True
 
     def pump(self, port: StagerPort, attempt: int) -> bool:
         """Send frames that are credited and ready, and note payloads that were read; return whether anything moved."""
         moved = False
-        for handle in [handle for handle in self._sending if port.sent(handle)]:
+        for handle in [handle for handle in self._sending if port.is_sent(handle)]:
             del self._sending[handle]
             self._sent_frames += 1
             moved = True
         transfer = self.transfer
-        if not transfer.state.final:
+        if not transfer.state.is_final:
             source = self._source
             ready = [
                 chunk
@@ -147,10 +147,10 @@ class Outgoing:
                 self._is_done_sent = moved = True
                 reach(Point.SLICE_SENT)
                 self._send_done(port, attempt)
-        if not self._sending and (self._is_done_sent or transfer.state.final) and not transfer.released.is_set():
+        if not self._sending and (self._is_done_sent or transfer.state.is_final) and not transfer.released.is_set():
             moved = True
             if transfer.state in {TransferState.OFFERED, TransferState.SENDING}:
-                transfer.reach(TransferState.SENT)
+                transfer.set_state(TransferState.SENT)
             self.release()
         return moved
 
@@ -220,5 +220,5 @@ class Outgoing:
         )
 
     def _send_done(self, port: StagerPort, attempt: int) -> None:
-        body = self.transfer.last_words()
+        body = self.transfer.final_message()
         port.send(wire.encode(Kind.DONE, attempt=attempt, step=self.transfer.step, body=wire.to_json(body)))

@@ -33,8 +33,8 @@ _PROCESSES_PER_CORE_MAX = 2.0  # processes per core, above which the pauses grow
 class PollBackoff:
     """The pauses of the link's thread. Link's thread, except `wake`.
 
-    `outbox`: The checkpoints in flight; replaced together with the stager. `crowding`: Processes of the job on this
-    machine per core.
+    `outbox`: The checkpoints in flight; replaced together with the stager. `processes_per_core`: Processes of the job
+    on this machine per core.
     """
 
     def __init__(self, outbox: Outbox, clock: Callable[[], float], processes_per_core: float) -> None:
@@ -57,13 +57,13 @@ class PollBackoff:
         now = self._clock()
         if self.outbox.check_stall(now):
             self._active_at = now
-        if self.outbox.streaming and now - self._active_at < _STREAMING_SECONDS:
+        if self.outbox.is_streaming and now - self._active_at < _STREAMING_SECONDS:
             time.sleep(0 if self._pause_factor == 1 else _SECONDS_MIN)
             return
         limit_seconds = _SENDING_SECONDS_MAX if is_fetching else _IDLE_SECONDS_MAX
         if self.outbox:
-            limit_seconds = _STAGED_SECONDS_MAX if self.outbox.staged else _SENDING_SECONDS_MAX
-        if not self.outbox.streaming:
+            limit_seconds = _STAGED_SECONDS_MAX if self.outbox.all_staged else _SENDING_SECONDS_MAX
+        if not self.outbox.is_streaming:
             limit_seconds = max(limit_seconds, (now - self._active_at) * _PER_SECOND_WAITED)
         limit_seconds = min(_SECONDS_MAX, limit_seconds * self._pause_factor)
         self._wake.wait(self._seconds)

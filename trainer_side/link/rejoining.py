@@ -40,7 +40,7 @@ _DISCONNECT_SECONDS_MAX = 1.0
 class Reconnect(NamedTuple):
     """How a rank reconnects to its stager."""
 
-    connect: Callable[[int], StagerPort]  # as this generation of the job's start (`World.again`)
+    connect: Callable[[int], StagerPort]  # as this generation of the job's start (`World.reconnect`)
     # Returns the newest attempt with a checkpoint in the run, 0 without one. Called in the search thread of rank 0
     # alone; raises `StoreError`.
     newest_attempt: Callable[[], int]
@@ -55,7 +55,7 @@ class RejoinedStager(NamedTuple):
 
 
 class Rejoining:
-    """The search for a stager. `begin`, `look` and `end` belong to the link's thread.
+    """The search for a stager. `begin`, `poll` and `end` belong to the link's thread.
 
     Args:
         start_seconds_max: Limit for the WELCOME of a stager that was reached.
@@ -86,7 +86,7 @@ class Rejoining:
         self._generation += 1
         task = "tries to reach the stager again"
         BackgroundThread(
-            "holdfast-rejoin", self._search, rank=self._rank, task=task, died=self._found.put
+            "holdfast-rejoin", self._search, rank=self._rank, task=task, on_death=self._found.put
         ).start()
 
     def poll(self) -> RejoinedStager | None:
@@ -129,7 +129,7 @@ class Rejoining:
                 self._log_once(error)
             else:
                 self._found.put(RejoinedStager(greeted, time.monotonic() - begun, tries))
-                if self._ended.is_set():  # `look` is not called any more
+                if self._ended.is_set():  # `poll` is not called any more
                     self._discard_found()
                 return
             immediate_tries = 0
@@ -158,7 +158,7 @@ class Rejoining:
             return self._greet(port)
         except HoldfastError:
             self._generation += 1  # this one was admitted, and the stager counts its messages
-            port.leave(_DISCONNECT_SECONDS_MAX)
+            port.disconnect(_DISCONNECT_SECONDS_MAX)
             raise
 
     def _greet(self, port: StagerPort) -> GreetedStager:
@@ -167,14 +167,15 @@ class Rejoining:
             ranks=self._job.ranks,
             seconds_max=self._start_seconds_max,
             pause_seconds=_POLL_SECONDS,
-            given_up=self._ended.is_set,
+            is_cancelled=self._ended.is_set,
         )
         before, welcome = self._before, greeted.welcome
         assert before is not None
         if _describe_settings(welcome) != _describe_settings(before):
             raise ConfigError(
-                f"the stager that answers now writes {_describe_settings(welcome)}, expected {_describe_settings(before)} as the one "
-                "that this job has lost; start the stager with the same settings, or start the job again"
+                f"the stager that answers now writes {_describe_settings(welcome)}, expected "
+                f"{_describe_settings(before)} as the one that this job has lost; start the stager with the same "
+                "settings, or start the job again"
             )
         if self._rank == 0 and (newest := self._reconnect.newest_attempt()) > before.attempt:
             # Perhaps no stager is left that knows both starts, but the run knows them.
@@ -209,9 +210,9 @@ class Rejoining:
         except queue.Empty:
             return
         if isinstance(found, RejoinedStager):
-            found.greeted.port.leave(_DISCONNECT_SECONDS_MAX)
+            found.greeted.port.disconnect(_DISCONNECT_SECONDS_MAX)
 
 
-def _describe_settings(parts: Welcome) -> str:
-    share = f", share {parts.share}/{parts.shares}," if parts.shares > 1 else ""
-    return f"{parts.store_url}{share} in chunks of {parts.chunk_bytes} bytes"
+def _describe_settings(welcome: Welcome) -> str:
+    share = f", share {welcome.share}/{welcome.shares}," if welcome.shares > 1 else ""
+    return f"{welcome.store_url}{share} in chunks of {welcome.chunk_bytes} bytes"

@@ -53,13 +53,13 @@ class ShareTransfer(Transfer):
         self.was_sent = self.in_doubt = self.held = False
 
     def set_state(self, state: TransferState, reason: Reason | None = None) -> None:
-        super().reach(state, reason)
+        super().set_state(state, reason)
         self.was_sent = self.was_sent or state in (TransferState.SENT, TransferState.STAGED)
         self._whole.on_share_changed()
 
     def hold(self) -> bool:
         with self._whole.frozen_open_state() as is_open:
-            if not is_open or self.index == 0 or self.state.final:
+            if not is_open or self.index == 0 or self.state.is_final:
                 return False
             self.state, self.in_doubt, self.held = TransferState.OFFERED, self.was_sent, True
             self.settled.clear()
@@ -67,7 +67,7 @@ class ShareTransfer(Transfer):
 
     def reoffer(self) -> SliceSource | None:
         with self._whole.frozen_open_state() as is_open:
-            if not is_open or self.state.final:
+            if not is_open or self.state.is_final:
                 return None
             self.held = False
             self.released.clear()
@@ -78,7 +78,7 @@ class ShareTransfer(Transfer):
         self._whole.on_share_changed()
 
     def final_message(self) -> dict[str, Any]:
-        return self._whole.transfer.last_words() if self.index == 0 else super().last_words()
+        return self._whole.transfer.final_message() if self.index == 0 else super().final_message()
 
 
 class WholeTransfer:
@@ -87,8 +87,8 @@ class WholeTransfer:
     Args:
         transfer: The transfer as the rest of the rank sees it.
         count: How many stagers have a share.
-        changed: Called in a link's thread when a share has changed, with this object and the state that `transfer` has
-            thereby reached, if any.
+        on_changed: Called in a link's thread when a share has changed, with this object and the state that `transfer`
+            has thereby reached, if any.
         source: The memory of this rank's slice.
 
     Attributes:
@@ -139,23 +139,23 @@ class WholeTransfer:
     def fail_held(self) -> None:
         """Fail the shares that wait for a lost stager. Any thread.
 
-        Returns once `changed` has been called for all states reached so far.
+        Returns once `on_changed` has been called for all states reached so far.
         """
         with self._lock:
             for share in self.shares:
                 if share.held:
                     reason = DeclineCause.UNKNOWN.because("its stager was lost, and this rank leaves")
-                    share.reach(TransferState.FAILED, reason)
+                    share.set_state(TransferState.FAILED, reason)
 
     def _combine(self) -> None:
-        transfer, given_up = self.transfer, self.ended_share
-        if transfer.state.final:
+        transfer, ended = self.transfer, self.ended_share
+        if transfer.state.is_final:
             return
         if self.is_durable:
-            transfer.reach(TransferState.DURABLE)
+            transfer.set_state(TransferState.DURABLE)
             return
-        if given_up is not None:
-            transfer.reach(given_up.state, given_up.reason)
+        if ended is not None:
+            transfer.set_state(ended.state, ended.reason)
             return
         progress = [_PROGRESS.index(share.state) for share in self.shares]
         least = _PROGRESS[min(progress)]
@@ -166,4 +166,4 @@ class WholeTransfer:
         else:
             reached = TransferState.SENDING if max(progress) else TransferState.OFFERED
         if reached is not transfer.state:
-            transfer.reach(reached)
+            transfer.set_state(reached)

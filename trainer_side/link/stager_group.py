@@ -1,6 +1,6 @@
 """Several stagers as one, each with a share of every checkpoint: the links of a rank to them, the lead's first.
 
-    offer, decline ──► every stager with a share        agree, tell ──► the lead alone
+    offer, decline ──► every stager with a share        agree, send_message ──► the lead alone
     a share is declined or fails ──► give up the step, and tell the other stagers why
     a stager is lost ──► no checkpoint is taken until it is reached again; unstaged shares are then offered to it again
     the lead is lost ──► leave the others, because the lead's next attempt is theirs, too
@@ -51,7 +51,7 @@ class GroupState(JobState):
             store_url=lead.store_url,
             chunk_bytes=lead.chunk_bytes,
             attempt=lead.attempt,
-            seen=lead.seen,
+            prior_failures=lead.prior_failures,
             clock=clock,
         )
         self._links = links
@@ -114,19 +114,19 @@ class StagerGroup:
         elif reason is not None:
             self.decline(step, reason)
         if reason is not None:
-            return Transfer.none(step, record, reason)
+            return Transfer.not_sent(step, record, reason)
         self._newest_step = step
         shares = self._shares_of(layout)
         transfer = Transfer(step, record)
         whole = WholeTransfer(transfer, shares.count, self._on_transfer_changed, source)
         for share, link in zip(whole.shares, self._links, strict=False):
-            link.send(share, source, layout, shares.chunks_of(share.index))
+            link.offer_transfer(share, source, layout, shares.chunks_of(share.index))
         whole.on_share_changed()
         self._offered = [other for other in self._offered if not other.transfer.ended.is_set()] + [whole]
         return transfer
 
-    def answer(self, step: int) -> Reason | None:
-        answers = (link.answer(step) for link in self._links)
+    def decline_reason(self, step: int) -> Reason | None:
+        answers = (link.decline_reason(step) for link in self._links)
         return next((answer for answer in answers if answer is not None), None)
 
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
@@ -135,7 +135,7 @@ class StagerGroup:
             link.decline(step, reason, needed_pickle_bytes=needed_pickle_bytes)
 
     def send_message(self, message: StagerMessage) -> None:
-        self._lead.tell(message)
+        self._lead.send_message(message)
 
     def fetch(
         self, fetch_kind: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
@@ -153,7 +153,7 @@ class StagerGroup:
                 whole.fail_held()
             self._leaving = True
         for link in self._links:  # all first, so that no link waits for the good-bye of another
-            link.leave()
+            link.begin_close()
         for link in self._links:
             link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
         self._cancel_at_exit()
@@ -185,7 +185,7 @@ class StagerGroup:
             self._give_up(whole)
 
     def _give_up(self, whole: WholeTransfer) -> None:
-        transfer, cause = whole.transfer, whole.given_up
+        transfer, cause = whole.transfer, whole.ended_share
         reason = transfer.reason or DeclineCause.UNKNOWN.because("a stager gave no reason")
         facts = {**transfer.record.to_json(), "reason": reason.text, "cause": reason.cause}
         self._events.emit(transfer.state.value, facts, step=transfer.step)
@@ -201,7 +201,7 @@ class StagerGroup:
             )
             return
         for share in whole.shares:
-            if not share.state.final:
+            if not share.state.is_final:
                 forwarded = Reason(reason.cause, f"{reason.text} ({name})")
                 self._links[share.index].decline(transfer.step, forwarded)
 
@@ -210,19 +210,19 @@ class StagerGroup:
             if self.job.problem is None:
                 # `agree` raises the lead's own error, too, and `is_last_loss` compares by identity.
                 is_own = index == 0 or isinstance(error, ThreadDied)
-                self.job.lose(error if is_own else type(error)(f"{self._links[index].name}: {error}"))
+                self.job.mark_lost(error if is_own else type(error)(f"{self._links[index].name}: {error}"))
             elif isinstance(error, ThreadDied):
                 self.job.problem = error
         if index == 0:
             for member in self._members:
-                member.lose(PeerLost(f"{self._lead.name} is lost, and with it the attempt of the others"))
+                member.drop_stager(PeerLost(f"{self._lead.name} is lost, and with it the attempt of the others"))
 
     def _on_link_recovered(self) -> None:
         attempt = self._lead.job.attempt
         for member in self._members:
             if member.job.problem is None and member.job.attempt != attempt:
                 reason = f"attempt {member.job.attempt} is over: {self._lead.name} has begun attempt {attempt}"
-                member.lose(PeerLost(reason))
+                member.drop_stager(PeerLost(reason))
         with self._lock:
             jobs = [link.job for link in self._links]
             if self.job.problem is None or any(job.problem or job.attempt != attempt for job in jobs):

@@ -17,7 +17,7 @@ from holdfast.wire.step_proof import ResumeProof, proof_frame
 
 
 class StagerMessage(NamedTuple):
-    """One message for `ToStager.tell`."""
+    """One message for `ToStager.send_message`."""
 
     encode: Callable[[Sequence[int]], bytes]  # the frame, from all attempts of the job, the current one last
     keep_until_unix: float = 0.0  # until when to keep it while the stager is lost; 0: drop it
@@ -57,7 +57,7 @@ class StagerMessage(NamedTuple):
         return cls(encode, keep_until_unix=math.inf if notice.deadline_unix is None else notice.deadline_unix)
 
     @classmethod
-    def pace_request(cls, wish: PaceRequest) -> StagerMessage:
+    def pace_request(cls, request: PaceRequest) -> StagerMessage:
         """Ask for another interval; rank 0 only."""
-        body = wire.to_json(wish.to_json())
+        body = wire.to_json(request.to_json())
         return cls(lambda attempts: wire.encode(Kind.WISH, attempt=attempts[-1], body=body))

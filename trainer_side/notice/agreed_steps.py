@@ -1,7 +1,7 @@
 """The steps that all ranks have agreed on after a preemption notice, as this rank knows them.
 
-    link's or council's thread    heard(announcement) ─► the answer to a proposal: this rank's next step
-    training thread               reach(step) ─► waits at a promised step ─► Terms, or nothing is due
+    link's or council's thread    handle(announcement) ─► the answer to a proposal: this rank's next step
+    training thread               reach(step) ─► waits at a promised step ─► SaveInstruction, or nothing is due
 
 Without a notice `reach` notes two numbers and returns.
 """
@@ -60,10 +60,10 @@ class AgreedSteps:
 
     def handle(self, announcement: Announcement) -> StepAnswer | None:
         """Take a SAVE_AT; return the answer to a proposal. Link's or council's thread. ProtocolError: malformed."""
-        terms = SaveInstruction.from_json(announcement.body) if announcement.word is AnnouncementKind.APPOINTED else None
+        terms = SaveInstruction.from_json(announcement.body) if announcement.kind is AnnouncementKind.APPOINTED else None
         with self.promises.lock:
-            self.promises.heard(announcement, terms)
-            if announcement.word is not AnnouncementKind.PROPOSED:
+            self.promises.handle(announcement, terms)
+            if announcement.kind is not AnnouncementKind.PROPOSED:
                 return None
             return StepAnswer(announcement.number, self.promises.last_step + 1, self.step_seconds)
 

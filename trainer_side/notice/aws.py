@@ -63,7 +63,7 @@ class Aws:
                     Notice(NoticeKind.REBALANCE, None, self.name, f"rebalance recommendation of {noticed}")
                 )
         except SourceError:
-            if not notices:  # a failed look for the milder notice does not hold back the graver one
+            if not notices:  # a failed poll for the milder notice does not hold back the graver one
                 raise
         return notices
 
@@ -77,7 +77,7 @@ class Aws:
     def answers_without_token(self) -> bool:
         """Whether the server is there although it gave no token: its hop limit may stop answers to PUT."""
         try:
-            return self._server.ask(_ROOT_PATH).status in {200, 401}
+            return self._server.request(_ROOT_PATH).status in {200, 401}
         except SourceError:
             return False
 
@@ -95,11 +95,11 @@ class Aws:
         return answer.body
 
     def _request(self, path: str) -> HttpResponse:
-        return self._server.ask(path, headers={"X-aws-ec2-metadata-token": self._token})
+        return self._server.request(path, headers={"X-aws-ec2-metadata-token": self._token})
 
     def _renew_token(self) -> None:
         requested_at = self._clock()
-        answer = self._server.ask(
+        answer = self._server.request(
             _TOKEN_PATH,
             method="PUT",
             headers={

@@ -35,7 +35,7 @@ class Azure:
         self._started_at: dict[str, float] = {}  # event → when it was first seen to have started
 
     def poll(self) -> list[Notice]:
-        answer = self._server.ask(_EVENTS, headers=_HEADERS)
+        answer = self._server.request(_EVENTS, headers=_HEADERS)
         if answer.status != 200:
             raise SourceError(f"{self._server.url}{_EVENTS}: answered {answer.status}, expected 200")
         events = json_object(answer.body, _EVENTS).get("Events")
@@ -46,7 +46,7 @@ class Azure:
 
     def is_present(self) -> bool:
         try:
-            answer = self._server.ask(_NAME, headers=_HEADERS)
+            answer = self._server.request(_NAME, headers=_HEADERS)
         except SourceError:
             return False
         return answer.status == 200 and bool(answer.body.strip())
@@ -70,7 +70,7 @@ class Azure:
 
     def _machine_name(self) -> str:
         try:
-            answer = self._server.ask(_NAME, headers=_HEADERS)
+            answer = self._server.request(_NAME, headers=_HEADERS)
         except SourceError:
             return ""
         return answer.body.strip() if answer.status == 200 else ""

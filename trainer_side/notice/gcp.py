@@ -34,7 +34,7 @@ class Gcp:
         self._first_seen_at: float | None = None
 
     def poll(self) -> list[Notice]:
-        answer = self._server.ask(_PREEMPTED, headers=_HEADERS)
+        answer = self._server.request(_PREEMPTED, headers=_HEADERS)
         body = answer.body.strip()
         if answer.status != 200 or body not in {"TRUE", "FALSE"}:
             raise SourceError(
@@ -51,7 +51,7 @@ class Gcp:
     def is_present(self) -> bool:
         """Whether the server is there and is Google's."""
         try:
-            answer = self._server.ask(_PREEMPTED, headers=_HEADERS)
+            answer = self._server.request(_PREEMPTED, headers=_HEADERS)
         except SourceError:
             return False
         return answer.status == 200 and answer.body.strip() in {"TRUE", "FALSE"}

@@ -69,7 +69,7 @@ class LostSiblings:
             self._run,
             rank=rank,
             task="distinguishes a notice from the end of another rank",
-            died=lambda _: None,  # without it, SIGTERM always counts as a notice
+            on_death=lambda _: None,  # without it, SIGTERM always counts as a notice
         )
 
     def any_ended(self) -> bool:

@@ -34,7 +34,7 @@ class ActiveWatch:
 
     def signal_notice(self) -> Notice | None:
         """Return the notice of a signal that has arrived, even if the watch's thread has not handled it yet."""
-        return next((notice for source in self._signals for notice in source.look()), None)
+        return next((notice for source in self._signals for notice in source.poll()), None)
 
     def close(self) -> None:
         """End the watch. The handlers of the signals stay."""
@@ -122,7 +122,7 @@ def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int 
     if "auto" in names and not found:
         for name, cloud in clouds.items():
             try:
-                if cloud(environ, seconds_max=_DETECT_SECONDS_MAX).present():
+                if cloud(environ, seconds_max=_DETECT_SECONDS_MAX).is_present():
                     _log.info(
                         "rank %d watches %s for preemption notices, because its metadata server answers",
                         rank,

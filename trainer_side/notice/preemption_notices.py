@@ -40,7 +40,7 @@ class PreemptionNotices:
     @property
     def pending(self) -> Notice | None:
         """The notice that ends this job, for this rank's machine or another one; None without one."""
-        signalled = None if self._watch is None else self._watch.heard()
+        signalled = None if self._watch is None else self._watch.signal_notice()
         agreed = self._agreed_steps.notice
         if agreed is not None and agreed.kind is not NoticeKind.TERMINATE:
             agreed = None

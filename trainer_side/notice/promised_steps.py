@@ -1,7 +1,7 @@
 """A rank's side of the agreement that lets all ranks act at the same step, without a collective operation.
 
-    link's thread      heard(proposed 40) ─► not passed: promised
-                       heard(appointed 40) ─► agreed            heard(called off) ─► the promise ends
+    link's thread      handle(proposed 40) ─► not passed: promised
+                       handle(appointed 40) ─► agreed           handle(called off) ─► the promise ends
     training thread    reach(39) ─► nothing     reach(40) ─► waits until agreed, or the promise ends ─► due ones
 
 The decider's side is holdfast/notices/step_agreement.py. A rank that has promised a step waits there for the decider's
@@ -47,25 +47,25 @@ class PromisedSteps(Generic[Agreed]):
         """Whether training would wait at `step` for the decider's answer."""
         return self._promise is not None and step >= self._promise.step
 
-    def handle(self, said: Announcement, agreed: Agreed | None = None) -> bool:
+    def handle(self, announcement: Announcement, agreed: Agreed | None = None) -> bool:
         """Take an announcement; `agreed`: the content of its body if a step is appointed. Link's thread.
 
         Returns False if the appointed step was not promised any more: this rank may have passed it.
         """
         self.lock.notify_all()
-        if said.word is AnnouncementKind.PROPOSED:
-            passed = said.step <= self.last_step
-            self._promise = None if passed else _Promise(said.step, said.number)
-        elif said.word is AnnouncementKind.LOOSE:
+        if announcement.kind is AnnouncementKind.PROPOSED:
+            passed = announcement.step <= self.last_step
+            self._promise = None if passed else _Promise(announcement.step, announcement.number)
+        elif announcement.kind is AnnouncementKind.LOOSE:
             self._promise = None
-        elif said.word is AnnouncementKind.CALLED_OFF:
-            if self._promise is not None and self._promise.number == said.number:
+        elif announcement.kind is AnnouncementKind.CALLED_OFF:
+            if self._promise is not None and self._promise.number == announcement.number:
                 self._promise = None
-        elif self._promise != (said.step, said.number) or agreed is None:
+        elif self._promise != (announcement.step, announcement.number) or agreed is None:
             return False
         else:
             self._promise = None
-            self._appointed.append((said.step, agreed))
+            self._appointed.append((announcement.step, agreed))
         return True
 
     def reach(self, step: int) -> list[Agreed]:

@@ -54,7 +54,7 @@ class SignalSource:
         self._previous_handler: Any = None
         before: Any = signal.signal(number, self._handle_signal)
         while isinstance(earlier := getattr(before, "__self__", None), SignalSource):
-            before = earlier._before  # of a Checkpointer that was closed
+            before = earlier._previous_handler  # of a Checkpointer that was closed
         self._previous_handler = before
 
     def poll(self) -> list[Notice]:
@@ -103,7 +103,7 @@ class SignalSource:
 def _restore_sigterm() -> None:
     """Restore SIGTERM in a forked child, where Python's handler would wait for a running call, such as a long sleep."""
     if isinstance(source := getattr(signal.getsignal(signal.SIGTERM), "__self__", None), SignalSource):
-        signal.signal(signal.SIGTERM, source._before if source._before is not None else signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, source._previous_handler if source._previous_handler is not None else signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_restore_sigterm)

@@ -1,6 +1,6 @@
 """The interface of a source of notices, which the watch polls.
 
-    Watch ── look() every few seconds ──► Source ──► notices, mostly none
+    Watch ── poll() every few seconds ──► Source ──► notices, mostly none
                                             └─ SourceError: the poll failed; logged once, and retried
 
 A source returns the same notice at each poll; the watch passes each on once.

@@ -1,6 +1,6 @@
 """The watch: one thread that polls the sources every few seconds, and passes on new notices.
 
-    sources.look() ── new ──► on_notice (the link: NOTICE to the stager)
+    sources.poll() ── new ──► on_notice (the link: NOTICE to the stager)
                    └─ SourceError ──► logged once, until the source answers again
 
 No failure of a source reaches the training: each poll is bounded, and an error is one log line. One rank of a machine
@@ -65,7 +65,7 @@ class NoticeWatch:
             self._run,
             rank=rank,
             task="listens for preemption notices, of which this rank receives no further ones",
-            died=lambda _: None,  # checkpoints are not affected
+            on_death=lambda _: None,  # checkpoints are not affected
         )
 
     def start(self) -> None:
@@ -101,7 +101,7 @@ class NoticeWatch:
     def _poll(self, source: NoticeSource) -> None:
         self.polls[source.name] = self.polls.get(source.name, 0) + 1
         try:
-            notices = source.look()
+            notices = source.poll()
         except Exception as error:  # noqa: BLE001 - no answer of a server may disturb the training
             self.failures[source.name] = self.failures.get(source.name, 0) + 1
             if source.name not in self._failing:

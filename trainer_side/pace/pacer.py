@@ -1,8 +1,8 @@
 """The pacer: decides in `Checkpointer.step()` when to save with `every="auto"`. Rank 0 measures and asks; all obey.
 
-    events of this rank (save, staged, durable, declined, failed) ─► heard ─┐
+    events of this rank (save, staged, durable, declined, failed) ─► queue ─┐
     step() ── reach ─► Schedule: is it time?                                ▼
-           └─ stepped ────────────────────────────────────────────► Profile ─► Governor ─► WISH
+           └─ on_step_end ────────────────────────────────────────► Profile ─► Governor ─► WISH
 
 The pacer listens to the event log, so no part of a save depends on it.
 """
@@ -37,9 +37,9 @@ _ENDED = frozenset({"durable", "declined", "failed"})
 class Pacer:
     """Paces the saves of this rank. Training thread; events come from any thread.
 
-    `wish`: Sends a wish to the stager; None: another rank measures. `optimizers`: Their steps are timed until the first
-    checkpoint. `seen`: The failures of the run before this job, unless `mtbf_hours` is set; this job's time counts from
-    its first checkpoint.
+    `send_request`: Sends a request to the stager; None: another rank measures. `optimizers`: Their steps are timed
+    until the first checkpoint. `observed`: The failures of the run before this job, unless `mtbf_hours` is set; this
+    job's time counts from its first checkpoint.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Pacer:
         self._profiled = False
         self._new_outcomes = 0  # news about checkpoints since the last `_consider`
         if send_request is not None:
-            events.listen(lambda event, fields, step: self._pending_events.append((event, fields, step)))
+            events.add_listener(lambda event, fields, step: self._pending_events.append((event, fields, step)))
 
     def reach(self, step: int, shorten: Callable[[int], int]) -> bool:
         """Note that training has done `step`; return whether a save is due."""
         if self._send_request is not None:
-            self._profile.begin()
-            if (seconds := self._updates.take()) > 0:
-                self._profile.updated(seconds)
+            self._profile.begin_iteration()
+            if (seconds := self._updates.pop_seconds()) > 0:
+                self._profile.record_update(seconds)
             self._consider(self._send_request)
         due = self._schedule.reach(step, shorten)
         if due:
@@ -85,13 +85,13 @@ class Pacer:
         """Note at the end of `step()` whether a save was due in it, and whether it was begun."""
         if self._send_request is None:
             return
-        if due and self._profile.busy:
+        if due and self._profile.has_in_flight:
             self._new_outcomes += 1  # its time is unknown yet, but longer than the interval
         if saved:
-            self._profile.saved(step)
+            self._profile.record_save(step)
             self._saved_at = self._clock() if self._saved_at is None else self._saved_at
         elif due:
-            self._profile.declined()
+            self._profile.record_decline()
 
     def close(self) -> None:
         self._updates.remove()
@@ -103,7 +103,7 @@ class Pacer:
             event, fields, step = self._pending_events.popleft()
             self._handle_event(event, fields, -1 if step is None else step)
             outcomes += event in _ENDED
-        if not (outcomes and self._profile.complete):
+        if not (outcomes and self._profile.has_cost):
             return
         if not self._profiled:
             self._profiled = True
@@ -114,14 +114,14 @@ class Pacer:
         self._governor.hazard = hazard = self._hazard()
         change = self._governor.consider(self._profile.cost(), self._schedule.every if paced else None)
         if change is not None:
-            send_request(PaceRequest(change.advice.every, self._due_step, f"{change.line()}; {hazard.line}"))
+            send_request(PaceRequest(change.advice.every, self._due_step, f"{change.describe()}; {hazard.description}"))
 
     def _hazard(self) -> Hazard:
         config = self._config
         if config.mtbf_hours is not None:
             return Hazard.from_mtbf(config.mtbf_hours, config.dollars_per_hour)
         since = 0.0 if self._saved_at is None else self._clock() - self._saved_at
-        return Hazard.from_observed(self._observed.plus(since, failed=False), config.dollars_per_hour)
+        return Hazard.from_observed(self._observed.with_attempt(since, failed=False), config.dollars_per_hour)
 
     def _handle_event(self, event: str, fields: Mapping[str, Any], step: int) -> None:
         profile = self._profile
@@ -132,13 +132,13 @@ class Pacer:
             case "save":
                 waited = fields.get("wait_seconds") or 0.0
                 stall = fields["cst_seconds"]
-                profile.copied(step, fields["slice_bytes"], fields["copy_seconds"], stall, waited)
+                profile.record_copy(step, fields["slice_bytes"], fields["copy_seconds"], stall, waited)
             case "staged":
-                profile.staged(step, fields["staged_seconds"])
+                profile.record_staged(step, fields["staged_seconds"])
             case "durable":
-                profile.durable(step, fields["durable_seconds"])
+                profile.record_durable(step, fields["durable_seconds"])
             case "declined" | "failed":
-                profile.ended(step)
+                profile.record_end(step)
 
 
 class UpdateTimes:

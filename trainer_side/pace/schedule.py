@@ -85,19 +85,19 @@ class Schedule:
 
     def handle(self, announcement: Announcement, step_seconds: float | None = None) -> StepAnswer | None:
         """Take a SAVE_EVERY; return the answer, if any. ProtocolError: it is malformed. Link's thread."""
-        pace = Pace.from_json(announcement.body) if announcement.word is AnnouncementKind.APPOINTED else None
+        pace = Pace.from_json(announcement.body) if announcement.kind is AnnouncementKind.APPOINTED else None
         with self.promises.lock:
-            here = StepAnswer(announcement.number, self.promises.last_step + 1, step_seconds)
+            own_answer = StepAnswer(announcement.number, self.promises.last_step + 1, step_seconds)
             if not self._auto:
-                mine = {"refusal": 'it saves at its own steps, not by every="auto"'}
-                return replace(here, body=mine) if announcement.word is AnnouncementKind.PROPOSED else None
-            kept = self.promises.heard(announcement, pace)
-            if announcement.word is AnnouncementKind.LOOSE:
+                refusal = {"refusal": 'it saves at its own steps, not by every="auto"'}
+                return replace(own_answer, body=refusal) if announcement.kind is AnnouncementKind.PROPOSED else None
+            kept = self.promises.handle(announcement, pace)
+            if announcement.kind is AnnouncementKind.LOOSE:
                 self._loosen()
-            if announcement.word is AnnouncementKind.PROPOSED:
-                return here
+            if announcement.kind is AnnouncementKind.PROPOSED:
+                return own_answer
             late = {"refusal": f"no agreement came at step {announcement.step}; the rank trains on"}
-            return None if kept else replace(here, body=late)
+            return None if kept else replace(own_answer, body=late)
 
     def end(self) -> None:
         """Expect no further announcement: the stager is lost, or the job is over. Any thread."""

@@ -1,8 +1,8 @@
 """Measurements of a training and its checkpoints: the profile of CheckFreq (FAST 2021, section 4.2).
 
-    begin, begin, … ─► iterations without a save ─► median ─┐
-                       iterations with one ─► time they add ┤
-    copied, staged, durable ─► medians of the last ─────────┴─► Cost, table
+    begin_iteration, … ─► iterations without a save ─► median ──────────────┐
+                          iterations with one ─► time they add ─────────────┤
+    record_copy, record_staged, record_durable ─► medians of the last ──────┴─► Cost, table
 
 The first checkpoint does not count: during it the ranks agree on a layout, memory is allocated, and the flusher starts.
 

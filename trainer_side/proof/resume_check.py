@@ -1,9 +1,9 @@
 """Records a digest of the first step after a checkpoint, and compares the first step after a resume with it.
 
-    saved(S)      mark         step(S + 1)   digest, once it is ready ─► stager and local tiers
-    restored(S)                step(S + 1)   digest · rank 0: the record in the ring or the store ─► all ranks
-                                                    · each rank: the records in its local tiers ─► all ranks
-                                             each compares its own ─► all agree, or all differences ─► ResumeProof
+    on_saved(S)       mark   on_step_end(S + 1)   digest, once it is ready ─► stager and local tiers
+    set_resumed(S)           on_step_end(S + 1)   digest · rank 0: the record in the ring or the store ─► all ranks
+                                                         · each rank: the records in its local tiers ─► all ranks
+                                                  each compares its own ─► all agree, or all differences ─► ResumeProof
 
 Other steps cost nothing. The step after a resume waits for a device and for the other ranks, once.
 """
@@ -49,7 +49,7 @@ class ResumeCheck:
         tiers: The local tiers, which keep records beside this rank's slices.
         peers: The other ranks.
         events: Event log of this rank.
-        stops: Whether a resume that differs ends the training.
+        stop_on_difference: Whether a resume that differs ends the training.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ResumeCheck:
             newest_saved: The newest step of which a checkpoint was begun.
 
         Raises:
-            ResumeDiffers: On every rank: the resume differs, and `stops` is set.
+            ResumeDiffers: On every rank: the resume differs, and `stop_on_difference` is set.
         """
         if self._pending_digest is not None:
             self._send(*self._pending_digest)
@@ -130,15 +130,15 @@ class ResumeCheck:
     def close(self) -> None:
         """Send a digest that is still pending; waits for the device."""
         if self._pending_digest is not None:
-            self._send(*self._pending_digest, waits=True)
+            self._send(*self._pending_digest, wait=True)
 
     def _send(self, key: CheckpointId, kept: Order, pending: PendingDigest, *, wait: bool = False) -> None:
         if wait or pending.ready:
             self._pending_digest = None
             digest = pending.digest().to_json()
-            self._link.tell(StagerMessage.proof(key, digest))
+            self._link.send_message(StagerMessage.proof(key, digest))
             if kept[1] == key.step:  # else no tier had a slot for the checkpoint
-                self._tiers.prove(kept, digest)
+                self._tiers.keep_proof(kept, digest)
 
     # -- the comparison ------------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class ResumeCheck:
     def _digest_now(self, step: int, step_input: StepInput) -> StepDigest | str:
         """Return the digest of this step, or why it failed: the other ranks wait for either."""
         try:
-            return self._taker.take(step, step_input).digest().cut()
+            return self._taker.take(step, step_input).digest().truncated()
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the answer
             return f"rank {self._peers.rank} cannot tell what its first step used: {error!r}"
 
@@ -223,7 +223,7 @@ class ResumeCheck:
             return proof
         _log.warning("%s", proof.text)  # a warning, so that scripts that do not configure logging show it
         self._events.emit("resume_proof", {"attempt": key.attempt, **proof.to_json()}, step=key.step)
-        self._link.tell(StagerMessage.verdict(key, proof))
+        self._link.send_message(StagerMessage.verdict(key, proof))
         emit_progress("proof", step=key.step, **proof.to_json())
         return proof
 

@@ -89,15 +89,15 @@ class C10dPeers:
         return bool(agreed[0])
 
     def share(self, pieces: Pieces, root: int) -> None:
-        for memory, scattered in _messages(pieces, reads=self.rank == root):
+        for memory, scattered in _messages(pieces, is_sender=self.rank == root):
             self._shared.append(_InFlight(self._broadcast(memory, root), memory, scattered))
 
     def send(self, pieces: Pieces, rank: int) -> None:
-        for memory, _ in _messages(pieces, reads=True):
+        for memory, _ in _messages(pieces, is_sender=True):
             self._start_direct(self._group.send, memory, (), rank, self._sent)
 
     def receive(self, pieces: Pieces, rank: int) -> None:
-        for memory, scattered in _messages(pieces, reads=False):
+        for memory, scattered in _messages(pieces, is_sender=False):
             self._start_direct(self._group.recv, memory, scattered, rank, self._received)
 
     def _start_direct(
@@ -212,19 +212,19 @@ def _messages(pieces: Pieces, *, is_sender: bool) -> list[tuple[torch.Tensor, Pi
     All ranks that take part make the same messages: the division depends only on sizes.
     """
     small = [piece for piece in pieces if piece[1] < _WHOLE_BYTES_MIN]
-    made: list[tuple[torch.Tensor, Pieces]] = []
+    messages: list[tuple[torch.Tensor, Pieces]] = []
     for run in (*([piece] for piece in pieces if piece[1] >= _WHOLE_BYTES_MIN), small):
         for group in cut(run, _PIECE_BYTES_MAX):
             if len(group) == 1:
-                made.append((_memory(*group[0]), ()))
+                messages.append((_memory(*group[0]), ()))
                 continue
             packed = torch.empty(sum(nbytes for _, nbytes in group), dtype=torch.uint8, device="cpu")
-            made.append((packed, () if is_sender else group))
+            messages.append((packed, () if is_sender else group))
             place = packed.data_ptr()
             for address, nbytes in group if is_sender else ():
                 ctypes.memmove(place, address, nbytes)
                 place += nbytes
-    return made
+    return messages
 
 
 def _memory(address: int, nbytes: int) -> torch.Tensor:

@@ -153,7 +153,7 @@ class StoreMailbox:
             found.append((int(rank), base64.b64decode(message)))
         return found
 
-    def lost(self) -> frozenset[int]:
+    def lost_ranks(self) -> frozenset[int]:
         """Return no rank: the store does not know which ranks are dead; deadlines find them."""
         return frozenset()
 

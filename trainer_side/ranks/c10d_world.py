@@ -71,7 +71,8 @@ class C10dWorld:
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            set_parent_death_signal()  # end with torchrun's agent: a worker that outlives it would disturb the next start
+            # End with torchrun's agent: a worker that outlives it would disturb the next start.
+            set_parent_death_signal()
         self.rank, self.ranks = _own_rank()
         self.stagers = len(config.stagers)
         self._starts_stager = not {OWN_STAGER, OWN_PER_NODE}.isdisjoint((config.stager, config.on_stager_lost))
@@ -81,7 +82,7 @@ class C10dWorld:
         )
         seconds_max = config.start_seconds_max
         try:  # a store whose process is stopped has no deadline of its own
-            self._job, met = within(
+            self._job, rendezvous = within(
                 lambda: _open_and_rendezvous(self.rank, self.ranks, seconds_max, own_stager=self._starts_stager),
                 seconds_max + _SLACK_SECONDS,
                 name="holdfast-meeting",
@@ -104,8 +105,8 @@ class C10dWorld:
                     "set it to own, or start stagers and name them"
                 )
         of_host = [rank for rank in range(self.ranks) if hosts[rank] == hosts[self.rank]]
-        variable = os.environ.get("LOCAL_RANK", "")
-        self.local_rank = int(variable) if variable.isdecimal() else of_host.index(self.rank)
+        local_rank = os.environ.get("LOCAL_RANK", "")
+        self.local_rank = int(local_rank) if local_rank.isdecimal() else of_host.index(self.rank)
         # Connect now: when an error ends this rank it is too late.
         self._uncaught = self._mailbox("uncaught")
         self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
@@ -122,8 +123,8 @@ class C10dWorld:
             raise no_stager_error(self)
         if not self._ports and self.stagers > 1 and self._starts_stager:
             mine = living_share(config).encode()
-            variable = [self.peers().broadcast(mine if root == self.rank else None, root) for root in self._starting_ranks]
-            self._starting_ranks = starting_ranks(self._starting_ranks, [text.decode() for text in variable])
+            living_shares = [self.peers().broadcast(mine if root == self.rank else None, root) for root in self._starting_ranks]
+            self._starting_ranks = starting_ranks(self._starting_ranks, [text.decode() for text in living_shares])
         return self._ports.get(0) or self._open_port(0, 0, 0)
 
     def member(self, index: int, attempt: int, generation: int = 0) -> TcpStagerPort:
@@ -147,7 +148,7 @@ class C10dWorld:
                 own=OwnShare(self._starting_ranks[index], ShareNumber(index, self.stagers), lead_attempt),
             )
         else:
-            started.again(generation, lead_attempt)
+            started.reconnect(generation, lead_attempt)
         self._ports[index] = started.port
         return started.port
 
@@ -178,7 +179,7 @@ class C10dWorld:
             )
         return self._peers
 
-    def council(self) -> StoreMailbox:
+    def council_port(self) -> StoreMailbox:
         return self._mailbox("council")
 
     def uncaught_port(self) -> StoreMailbox:
@@ -197,7 +198,7 @@ class C10dWorld:
     def _disconnect(self) -> None:
         """At exit, say BYE to each stager; if rank 0 serves the store, it waits for the others to leave."""
         for port in self._ports.values():
-            port.leave(_DISCONNECT_SECONDS_MAX)
+            port.disconnect(_DISCONNECT_SECONDS_MAX)
         if self._job.outlives_ranks or self.ranks == 1:
             return
         key, deadline = f"{self._key_prefix}/left", time.monotonic() + _LINGER_SECONDS_MAX
@@ -213,11 +214,11 @@ class _StoreAnnouncements:
     def __init__(self, store: Store, place: str) -> None:
         self._store, self._place = store, place
 
-    def say(self, data: bytes) -> None:
+    def announce(self, data: bytes) -> None:
         with store_errors(self._place, "rank 0 saying which stager is the job's"):
             self._store.set("place", data.decode())
 
-    def heard(self) -> bytes:
+    def latest(self) -> bytes:
         with store_errors(self._place, "asking which stager is the job's"):
             return bytes(self._store.compare_set("place", "", ""))
 
@@ -229,13 +230,13 @@ def _own_rank() -> tuple[int, int]:
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         _reject_srun_tasks()
         return 0, 1
-    variable = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if not all(text.isdecimal() for text in variable) or not int(variable[0]) < int(variable[1]):
+    variables = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not all(text.isdecimal() for text in variables) or not int(variables[0]) < int(variables[1]):
         raise ConfigError(
-            f"RANK={variable[0] or 'none'}, WORLD_SIZE={variable[1] or 'none'}: expected a rank and how many there are; start "
-            "the job with torchrun, or set both for every rank"
+            f"RANK={variables[0] or 'none'}, WORLD_SIZE={variables[1] or 'none'}: expected a rank and how many there "
+            "are; start the job with torchrun, or set both for every rank"
         )
-    return int(variable[0]), int(variable[1])
+    return int(variables[0]), int(variables[1])
 
 
 def _reject_srun_tasks() -> None:
@@ -286,13 +287,13 @@ def _rendezvous(job: JobStore, rank: int, ranks: int, seconds_max: float, *, own
         return _welcome_ranks(store, launch, ranks, seconds_max, deadline)
     nonce = secrets.token_hex(_INCARNATION_BYTES)
 
-    def told(key: str) -> str:
+    def read_value(key: str) -> str:
         return str(store.compare_set(key, "", "").decode())
 
     while True:
         append(store, "hello", f"{nonce}\n")
         until = min(deadline, time.monotonic() + _RESEND_SECONDS)
-        if incarnation := _poll_until(lambda: told(f"welcome/{nonce}"), until):
+        if incarnation := _poll_until(lambda: read_value(f"welcome/{nonce}"), until):
             break
         if time.monotonic() >= deadline:
             raise PeerLost(
@@ -300,7 +301,7 @@ def _rendezvous(job: JobStore, rank: int, ranks: int, seconds_max: float, *, own
                 "holdfast"
             )
     append(store, f"{incarnation}/here", f"{json.dumps([rank, platform.node()])}\n")
-    all_here = _poll_until(lambda: told(f"{incarnation}/all"), deadline)
+    all_here = _poll_until(lambda: read_value(f"{incarnation}/all"), deadline)
     if not all_here:
         raise PeerLost(
             f"rank {rank} waited {seconds_max:g} s for all {ranks} ranks; rank 0's log names those that did not come"

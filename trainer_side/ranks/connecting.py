@@ -187,7 +187,7 @@ class Connector:
                 return ProtocolError(what)
 
 
-def _has_disconnected(deadline: float) -> float:
+def _seconds_left(deadline: float) -> float:
     left_seconds = deadline - time.monotonic()
     if left_seconds <= 0:
         raise TimeoutError("no answer in time")

@@ -28,7 +28,7 @@ def within(
     """
     done: Future[_T] = Future()
 
-    def make() -> None:
+    def run() -> None:
         try:
             answer = call()
         except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
@@ -41,7 +41,7 @@ def within(
             if on_late is not None:
                 on_late(answer)
 
-    threading.Thread(target=make, name=name, daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     try:
         return done.result(seconds_max)
     except TimeoutError:
@@ -88,5 +88,5 @@ class BoundedThreads(Generic[_T, _R]):
 
 
 def run_in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[Future[_R]]:
-    """The futures of a `BoundedThreads` that needs no relief."""
+    """The futures of a `BoundedThreads` that needs no further threads."""
     return BoundedThreads(work, items, threads, name).futures

@@ -52,7 +52,7 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
     if backend is None:
         backend = "nccl" if world.peers().all_agree(own_device) else "gloo"
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.ranks), LOCAL_RANK=str(world.local_rank))
-    store = world.meeting()
+    store = world.torch_store()
     if store is None:
         _agree_on_master_address(world)
     else:

@@ -52,7 +52,7 @@ class MpiCouncilPort:
         self._sending = in_flight
         return found
 
-    def lost(self) -> frozenset[int]:
+    def lost_ranks(self) -> frozenset[int]:
         return self._lost
 
     def flush(self, seconds_max: float) -> None:

@@ -14,12 +14,12 @@ from trainer_side.ranks.mpi import MPI, PAUSE_SECONDS_MIN, lost_peer
 _log = logging.getLogger("holdfast.trainer.mpi")
 
 # The stager has timed out. MPI may still count it as alive, and MPI_Finalize would wait for it.
-_given_up = False
+_stager_timed_out = False
 
 
 def has_stager_timed_out() -> bool:
     """Whether the stager has timed out, so that MPI must not be finalized."""
-    return _given_up
+    return _stager_timed_out
 
 
 class MpiStagerPort:
@@ -102,7 +102,7 @@ class MpiStagerPort:
         return messages
 
     def disconnect(self, seconds_max: float, *, lost: bool = False) -> None:
-        """As `StagerPort.leave`. With `lost`, MPI is not finalized at exit."""
+        """As `StagerPort.disconnect`. With `lost`, MPI is not finalized at exit."""
         global _stager_timed_out  # noqa: PLW0603 - MPI is one for the process, too
         _stager_timed_out = _stager_timed_out or lost
         if self._has_disconnected:

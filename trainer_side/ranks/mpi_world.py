@@ -51,14 +51,14 @@ def _finalize() -> None:
     try:
         # An agreement, not a check for dead ranks: a rank that dies while others are in MPI_Finalize would block them.
         # Iagree gives all ranks the same answer, or the same error if one is gone.
-        everyone = world.Iagree(np.ones(1, np.int32))
-        while not everyone.Test():  # no deadline while the others work: MPI_Finalize has none either
+        agreement = world.Iagree(np.ones(1, np.int32))
+        while not agreement.Test():  # no deadline while the others work: MPI_Finalize has none either
             if world.Is_revoked():
                 return
             if time.monotonic() > deadline:
                 world.Revoke()  # ULFM does not report a process that exits normally; the others notice this instead
                 for _ in range(_REVOKE_POLLS):
-                    everyone.Test()
+                    agreement.Test()
                     time.sleep(_END_PAUSE_SECONDS)
                 return
             time.sleep(_END_PAUSE_SECONDS)
@@ -138,7 +138,7 @@ class MpiWorld:
     def _disconnect(self) -> None:
         """Say BYE at exit: a rank that never made a link must do so, too, or the stagers wait for it."""
         for port in self._ports:
-            port.leave(_DISCONNECT_SECONDS_MAX)
+            port.disconnect(_DISCONNECT_SECONDS_MAX)
 
     def request_own_stager(self, config: TrainerConfig) -> None:
         """Have rank 0 start a stager when the ranks first call `port`. ConfigError: mpirun has started one as well."""
@@ -163,12 +163,12 @@ class MpiWorld:
 
     @property
     def reconnect(self) -> Callable[[int], StagerPort] | None:
-        """As `World.again`: only a stager that rank 0 has started can be restarted; mpirun restarts no process."""
+        """As `World.reconnect`: only a stager that rank 0 has started can be restarted; mpirun restarts no process."""
         return None if self._own is None else self._reconnect
 
     def _reconnect(self, generation: int) -> StagerPort:
         assert self._own is not None
-        port = self._ports[0] = self._own.again(generation)
+        port = self._ports[0] = self._own.reconnect(generation)
         return port
 
     def member(self, index: int, attempt: int, generation: int = 0) -> MpiStagerPort | TcpStagerPort:  # noqa: ARG002
@@ -179,9 +179,9 @@ class MpiWorld:
         return MpiPeers(self._trainers)
 
     def torch_store(self) -> None:
-        """As `World.meeting`: MPI has no store."""
+        """As `World.torch_store`: MPI has no store."""
 
-    def council(self) -> MpiCouncilPort:
+    def council_port(self) -> MpiCouncilPort:
         return MpiCouncilPort(self._council)
 
     def uncaught_port(self) -> MpiCouncilPort:

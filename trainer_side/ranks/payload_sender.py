@@ -35,11 +35,13 @@ _BYTES_READ_MAX = 32 * 1024
 
 
 class PayloadSender:
-    """One payload connection and its thread. `send` and `load` are for the link's thread, `renew` and `close` for any.
+    """One payload connection and its thread.
+
+    `send` and `load` are for the link's thread, `reconnect` and `close` for any.
 
     Args:
-        over: Called from the sender's thread with the number of each payload whose receipt has arrived.
-        died: Called from the sender's thread if an exception ends it: no payload is sent from then on.
+        on_receipt: Called from the sender's thread with the number of each payload whose receipt has arrived.
+        on_death: Called from the sender's thread if an exception ends it: no payload is sent from then on.
         stall_seconds: Without progress for this time, the thread reconnects.
     """
 
@@ -65,7 +67,7 @@ class PayloadSender:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._on_death = on_death
         self._thread = BackgroundThread(
-            f"holdfast-payloads-{channel}", self._run, rank=connector.rank, task=_TASK, died=self._on_thread_death
+            f"holdfast-payloads-{channel}", self._run, rank=connector.rank, task=_TASK, on_death=self._on_thread_death
         )
         self._thread.start()
 
@@ -105,7 +107,7 @@ class PayloadSender:
             with sock:
                 self._idle.clear()
                 try:
-                    _Connection(self, sock).work()
+                    _Connection(self, sock).run()
                 except OSError as error:
                     _log.debug("a connection for payloads has ended: %s", error)
                 finally:
@@ -158,13 +160,13 @@ class _Connection:
         self._moved_at = time.monotonic()
 
     def run(self) -> None:
-        """Send payloads and read receipts until the sender is closed or renewed. OSError: ended, or no progress."""
-        wake = self._sender.begin()
+        """Send payloads and read receipts until the sender is closed or reconnects. OSError: ended, or no progress."""
+        wake = self._sender.begin_connection()
         poll = select.poll()
         poll.register(wake, select.POLLIN)
         poll.register(self._sock, select.POLLIN)
-        while not self._sender.is_over:
-            if not self._parts and (following := self._sender.next()) is not None:
+        while not self._sender.must_end_connection:
+            if not self._parts and (following := self._sender.next_payload()) is not None:
                 header, payload = following
                 self._parts.extend((memoryview(header.to_bytes()), payload))
                 self._moved_at = time.monotonic()
@@ -205,5 +207,5 @@ class _Connection:
         self._receipts += data
         complete_bytes = len(self._receipts) - len(self._receipts) % RECEIPT.size
         for (number,) in RECEIPT.iter_unpack(bytes(self._receipts[:complete_bytes])):
-            self._sender.received(number)
+            self._sender.acknowledge(number)
         del self._receipts[:complete_bytes]

@@ -56,7 +56,7 @@ class StagerPort(Protocol):
     def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:
         """Begin to send the payload of the credit for `slot`; return a handle.
 
-        `pieces` are the sizes of its parts. The bytes must not change until `sent(handle)`.
+        `pieces` are the sizes of its parts. The bytes must not change until `is_sent(handle)`.
         """
         ...
 
@@ -124,7 +124,7 @@ class World(Protocol):
 
     def member(self, index: int, attempt: int, generation: int = 0) -> StagerPort:
         """Connect to stager `index` of several, with the attempt that the lead has chosen. `generation` above 0:
-        reconnect, as `again`; different stagers may be reconnected at the same time.
+        as `reconnect`; different stagers may be reconnected at the same time.
         """
         ...
 

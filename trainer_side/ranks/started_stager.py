@@ -103,9 +103,9 @@ class StagerStarter:
     def __init__(self, config: TrainerConfig, *, one_machine: bool, own: OwnShare = _ONLY_SHARE) -> None:
         rank = self._rank = f"rank {own.root}"
         if config.store is None:
-            said = OWN_PER_NODE if config.stager == OWN_PER_NODE else OWN_STAGER
+            setting = OWN_PER_NODE if config.stager == OWN_PER_NODE else OWN_STAGER
             raise ConfigError(
-                f"trainer setting stager: {said}, and no store is set for the stager to write to; set store "
+                f"trainer setting stager: {setting}, and no store is set for the stager to write to; set store "
                 f"(HOLDFAST_STORE) on {rank}'s machine to the URL of the run"
             )
         self._config, self._store, self._share = config, config.store, own.share
@@ -178,10 +178,10 @@ class StagerStarter:
                 start_new_session=True,  # so that neither Ctrl-C nor the end of the ranks ends the stager
                 env=self._environment(),
             )
-        said = self._process.stdout
-        assert said is not None
+        output = self._process.stdout
+        assert output is not None
         try:
-            line = within(lambda: _first_line(said), self._seconds_max, name="holdfast-own-stager")
+            line = within(lambda: _first_line(output), self._seconds_max, name="holdfast-own-stager")
         except TimeoutError:
             self._process.kill()
             raise PeerLost(
@@ -220,8 +220,8 @@ class StagerStarter:
         return line
 
     def _environment(self) -> dict[str, str]:
-        by_share = {name: value for name, value in os.environ.items() if not name.startswith(_HIDDEN_VARIABLES)}
-        return {**by_share, "HOLDFAST_KEY": self._key}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_HIDDEN_VARIABLES)}
+        return {**inherited, "HOLDFAST_KEY": self._key}
 
 
 class Announcements(Protocol):
@@ -237,7 +237,7 @@ class Announcements(Protocol):
 class StartedStager:
     """A rank's connection to the own stager, or to the one that `stager` names while that can be reached
     (`on_stager_lost="own"`). Construction is collective: rank 0 finds or starts the stager, and all ranks connect.
-    Main thread; `again` from any thread.
+    Main thread; `reconnect` from any thread.
 
     Args:
         announcements: None: the stager keeps its address, and the ranks get no later announcement.
@@ -295,18 +295,18 @@ class StartedStager:
         self.port = port
 
     def reconnect(self, generation: int, lead_attempt: int = 0) -> TcpStagerPort:
-        """As `World.again`. Rank `own.root` restarts a dead own stager. Rank 0 replaces a named one that was lost for
-        `own_after_seconds`, and the other ranks follow its announcement.
+        """As `World.reconnect`. Rank `own.root` restarts a dead own stager. Rank 0 replaces a named one that was lost
+        for `own_after_seconds`, and the other ranks follow its announcement.
         """
         seconds_max = self._config.reconnect_seconds_max
         self._own = self._own._replace(lead_attempt=lead_attempt)
         if self._process is None:
-            said = b"" if self._announcements is None else self._announcements.heard()
-            if said:
-                self._place = OwnStagerEndpoint.from_bytes(said)
+            announced = b"" if self._announcements is None else self._announcements.latest()
+            if announced:
+                self._place = OwnStagerEndpoint.from_bytes(announced)
         elif self._named is None:
             self._restart_if_dead(self._process)
-        elif self._process.living() is None:
+        elif self._process.find_living() is None:
             self._switch_to(self._named)
         try:
             self.port = self._connect(generation, seconds_max)
@@ -332,7 +332,7 @@ class StartedStager:
         return self._clock() - self._named_lost_at >= self._config.own_after_seconds
 
     def _restart_if_dead(self, process: StagerStarter) -> None:
-        if process.living() is None:
+        if process.find_living() is None:
             _log.warning("the stager that rank %d has started has died; it is started again", self._rank)
             process.start()
 
@@ -340,17 +340,17 @@ class StartedStager:
         if place != self._place:
             self._place = place
             if self._announcements is not None:
-                self._announcements.say(place.to_bytes())
+                self._announcements.announce(place.to_bytes())
 
     def _find_or_start(self, process: StagerStarter) -> TcpStagerPort:
         seconds_max = self._config.start_seconds_max
-        found = process.living()
+        found = process.find_living()
         if found is not None:
             self._place = found
             # A stager that is just ending refuses: start another one.
             with contextlib.suppress(PeerLost):
                 port = self._connect(0, seconds_max)
-                process.take(found)
+                process.adopt(found)
                 return port
         if self._named is not None:
             self._place = self._named

@@ -32,7 +32,10 @@ _READS_PER_POLL_MAX = 64
 
 
 class TcpStagerPort:
-    """The `StagerPort` over TCP. Get one by `connect`. `crowding`: from LOCAL_WORLD_SIZE; 0 if that is not set."""
+    """The `StagerPort` over TCP. Get one by `connect`.
+
+    `processes_per_core`: from LOCAL_WORLD_SIZE; 0 if that is not set.
+    """
 
     has_threads = True
 
@@ -57,13 +60,13 @@ class TcpStagerPort:
         self._last_number = 0
         # Numbers of payloads with a receipt; the senders' threads only call the atomic `add`.
         self._acknowledged: set[int] = set()
-        self._payloads_in_flight = 0  # for which `sent` was not True yet
+        self._payloads_in_flight = 0  # for which `is_sent` was not True yet
         self._senders = [
             PayloadSender(
                 connector,
                 channel,
-                over=self._acknowledged.add,
-                died=self._on_sender_died,
+                on_receipt=self._acknowledged.add,
+                on_death=self._on_sender_death,
                 stall_seconds=reconnect_seconds_max,
             )
             for channel in range(1, 1 + min(connections, CHANNELS_MAX - 1))
@@ -125,7 +128,7 @@ class TcpStagerPort:
             if self._sock is None:
                 break
             try:
-                nbytes = self._sock.recv_into(self._line.room())
+                nbytes = self._sock.recv_into(self._line.receive_buffer())
             except BlockingIOError:
                 break
             except OSError as error:
@@ -135,7 +138,7 @@ class TcpStagerPort:
                 self._on_connection_cut(ConnectionResetError("the stager has hung up"))
                 break
             try:
-                messages += self._line.arrived(nbytes)
+                messages += self._line.data_received(nbytes)
             except ProtocolError as error:
                 self._fail(ProtocolError(f"the stager: {error}; install the same holdfast on all machines"))
                 self._raise_if_failed()
@@ -143,9 +146,9 @@ class TcpStagerPort:
         return messages
 
     def _write(self) -> None:
-        while self._sock is not None and (data := self._line.outgoing()) is not None:
+        while self._sock is not None and (data := self._line.next_outgoing()) is not None:
             try:
-                self._line.written(self._sock.send(data))
+                self._line.mark_written(self._sock.send(data))
             except BlockingIOError:
                 return
             except OSError as error:
@@ -163,7 +166,7 @@ class TcpStagerPort:
         )
         task = "makes the connection to the stager again"
         BackgroundThread(
-            "holdfast-reconnect", self._reopen, rank=self._connector.rank, task=task, died=self._reopened.put
+            "holdfast-reconnect", self._reopen, rank=self._connector.rank, task=task, on_death=self._reopened.put
         ).start()
 
     def _reopen(self) -> None:
@@ -207,7 +210,7 @@ class TcpStagerPort:
         self._sock = found.sock
         _log.info("connected to the stager again after %.1f s", time.monotonic() - self._cut_at)
         for sender in self._senders:
-            sender.renew()
+            sender.reconnect()
 
     # -- payloads ----------------------------------------------------------------------------------------------------
 
@@ -246,7 +249,7 @@ class TcpStagerPort:
             _log.debug("left without a good-bye: %s", error)
         self._fail(PeerLost("this rank has left the stager"))
 
-    def _on_sender_died(self, error: ThreadDied) -> None:
+    def _on_sender_death(self, error: ThreadDied) -> None:
         """Keep the error for the next call of the link's thread. Called in the sender's thread."""
         self._sender_error = error
 

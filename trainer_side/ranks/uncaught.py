@@ -41,7 +41,7 @@ def install_exit_code_hook() -> None:
     """Install the hook for uncaught `HoldfastError`s. May be called again."""
     previous: _Hook = sys.excepthook
     process = os.getpid()  # a forked child has no connection of its own to the other ranks
-    if getattr(previous, "says_refusals", False):
+    if getattr(previous, "is_holdfast_hook", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -60,7 +60,7 @@ def install_exit_code_hook() -> None:
 
 def _report(error: HoldfastError, trace: TracebackType | None) -> None:
     world = joined_world()  # None before the ranks have met
-    port = None if world is None else world.uncaught()
+    port = None if world is None else world.uncaught_port()
     if (port is None or _must_print_in_time(port, error)) and sys.__stderr__ is not None:
         # Not sys.stderr: torch.distributed replaces it while its own hook runs around this one.
         rank = own_rank() if port is None else port.rank
@@ -69,7 +69,7 @@ def _report(error: HoldfastError, trace: TracebackType | None) -> None:
 
 
 def _must_print_in_time(port: RanksPort, error: HoldfastError) -> bool:
-    """`speaks`, or True after a timeout: the messages may go through a process that is stopped."""
+    """`must_print`, or True after a timeout: the messages may go through a process that is stopped."""
     try:
         return within(lambda: must_print(port, error), 2 * _LISTEN_SECONDS, name="holdfast-last-words")
     except TimeoutError:

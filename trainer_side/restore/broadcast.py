@@ -44,7 +44,7 @@ class _Packed(NamedTuple):
     """The parts of a unit that go through a window, and where each begins in it."""
 
     parts: list[EntryPart]
-    places: list[int]
+    positions: list[int]
     nbytes: int
 
     @classmethod
@@ -56,15 +56,15 @@ class _Packed(NamedTuple):
     def position(self, offset: int) -> int:
         """Return where in the window a byte of the image is."""
         number = bisect.bisect_right(self.parts, offset, key=_by_offset) - 1
-        return self.places[number] + offset - self.parts[number].offset
+        return self.positions[number] + offset - self.parts[number].offset
 
 
 class Broadcast(Exchange):
     """Sends every unit to all ranks: in place if the bytes lie in host memory, through windows otherwise.
 
     Entries that are shared in place have an `EntryTarget`; all others go through windows. Checksums are compared when
-    all bytes have arrived (`check_received`). `own`: The units that this rank reads, in order. `crossing`: Transfers to
-    the device of some targets; None: this rank has none there.
+    all bytes have arrived (`check_received`). `own`: The units that this rank reads, in order. `device_sections`:
+    Transfers to the device of some targets; None: this rank has none there.
     """
 
     def __init__(
@@ -93,24 +93,24 @@ class Broadcast(Exchange):
         """Whether a part goes through a window."""
         return not isinstance(self._targets[part.entry], EntryTarget)
 
-    def _turn(self, unit: Unit) -> int | None:
+    def _send_index(self, unit: Unit) -> int | None:
         return self._send_indexes.get(_key(unit))
 
-    def keep(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
+    def pack(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
         if self.uses_window(part):
             window, packed = self._window(unit)
-            ctypes.memmove(window.address + packed.place(part.offset), address, view.nbytes)
+            ctypes.memmove(window.address + packed.position(part.offset), address, view.nbytes)
 
     def share(self, unit: Unit, peers: Peers) -> None:
         pieces = []
-        through_window = False
+        has_window_parts = False
         for part in self._windows.parts(unit.extents):
             target = self._targets[part.entry]
             if isinstance(target, EntryTarget):
-                pieces.append((target.address + part.inside, part.nbytes))
+                pieces.append((target.address + part.entry_offset, part.nbytes))
             else:
-                through_window = True
-        if through_window:
+                has_window_parts = True
+        if has_window_parts:
             self._batch.append(unit)
             window, packed = self._window(unit)
             pieces.append((window.address, packed.nbytes))
@@ -120,9 +120,9 @@ class Broadcast(Exchange):
     def is_full(self) -> bool:
         return len(self._batch) >= _BATCH
 
-    def settle(self) -> None:
+    def process_received(self) -> None:
         sent = 0
-        device_sections: list[SectionPart] = []
+        section_parts: list[SectionPart] = []
         for place, unit in enumerate(self._batch):
             with self._changed:
                 packed = self._packed.pop(_key(unit))
@@ -130,21 +130,21 @@ class Broadcast(Exchange):
                 sent += 1
                 continue
             window, first = self._receive_windows[place], place * self._place_bytes
-            for part, begin in zip(packed.parts, packed.places, strict=True):
+            for part, begin in zip(packed.parts, packed.positions, strict=True):
                 view = window.memory[begin : begin + part.nbytes]
                 self.received[part.offset] = Sum.of(view)
                 target = self._targets[part.entry]
-                target.put(part.inside, window.address + begin, view)
-                device_sections += target.parts(part.inside, first + begin, part.nbytes)
+                target.put(part.entry_offset, window.address + begin, view)
+                section_parts += target.parts(part.entry_offset, first + begin, part.nbytes)
         self._batch.clear()
         if self._section is not None and self._device_sections is not None:
-            self._device_sections.send(self._section, device_sections)
+            self._device_sections.send(self._section, section_parts)
             self._section = None  # the other window receives next, while this one is transferred
             self._receive_windows.clear()
-        self._left(sent)
+        self._count_sent(sent)
 
     def _window(self, unit: Unit) -> tuple[ReadWindow, _Packed]:
-        turn = self._turn(unit)
+        turn = self._send_index(unit)
         windows = self._receive_windows if turn is None else self._send_windows
         place = len(self._batch) - 1 if turn is None else turn % _AHEAD
         with self._changed:

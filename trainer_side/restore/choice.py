@@ -144,12 +144,15 @@ def candidates(
             ranked.append(((int(bool(drift)), *newest_first, 0, -len(found), farthest), candidate))
         else:
             was_complete = any(holder.complete for some in found.values() for holder in some)
-            skipped = SkippedCheckpoint(key.attempt, key.step, _describe_gap(key, found, places, was_complete), lost=was_complete)
+            gap = _describe_gap(key, found, places, was_complete)
+            skipped = SkippedCheckpoint(key.attempt, key.step, gap, was_complete=was_complete)
             ranked.append(((0, *newest_first, 3, 0), skipped))
     for one in stored:
         newest_first = (-one.attempt, -one.step)
         if one.fault:
-            skipped = SkippedCheckpoint(one.attempt, one.step, one.fault, lost=True, is_unreadable=one.is_unreadable)
+            skipped = SkippedCheckpoint(
+                one.attempt, one.step, one.fault, was_complete=True, is_unreadable=one.is_unreadable
+            )
             ranked.append(((0, *newest_first, 2, 0), skipped))
         else:
             alone = Candidate(one.attempt, one.step, one.number, drift=one.drift)
@@ -160,7 +163,7 @@ def candidates(
 def skip_set_aside(
     listed: Sequence[Candidate | SkippedCheckpoint], set_aside: Collection[CheckpointId]
 ) -> Sequence[Candidate | SkippedCheckpoint]:
-    """Return the list with each checkpoint that is set aside replaced by one `Passed`, wherever it is stored."""
+    """Return the list, in which one `SkippedCheckpoint` replaces each checkpoint that is set aside, wherever stored."""
     if not set_aside:
         return listed
     left: list[Candidate | SkippedCheckpoint] = []
@@ -171,7 +174,7 @@ def skip_set_aside(
         elif item.checkpoint not in named:
             named.add(item.checkpoint)
             reason = f"{item.name} is set aside by the setting restore_set_aside"
-            left.append(SkippedCheckpoint(item.attempt, item.step, reason, lost=True))
+            left.append(SkippedCheckpoint(item.attempt, item.step, reason, was_complete=True))
     return left
 
 
@@ -206,12 +209,12 @@ def _describe_gap(
     named = ", ".join(map(str, missing))
     count = key.ranks - len(found)
     more = f" and {count - len(missing)} more" if count > len(missing) else ""
-    drift = (
+    text = (
         f"step {key.step} (attempt {key.attempt}): the local tiers have {len(found)} of its {key.ranks} slices; those "
         f"of ranks {named}{more} are missing, and the store does not have this step"
     )
     if not (was_complete and places):
-        return drift
+        return text
     having = {holder.rank for some in found.values() for holder in some}
     lacking = [rank for rank in range(len(places)) if rank not in having]
     what = "no slice of it"
@@ -227,7 +230,7 @@ def _describe_gap(
     nobody = (
         "each rank of this job has some slices, so the missing ones were on a machine that is not in this job"
     )
-    return f"{drift}. Every rank had sealed it: {'; '.join(who) or nobody}"
+    return f"{text}. Every rank had sealed it: {'; '.join(who) or nobody}"
 
 
 class WantedBest(NamedTuple):
@@ -269,9 +272,9 @@ def best_first(
     if rule is None or all(rule.metric not in metrics[one.checkpoint] for one in usable):
         raise no_best_error(where, wanted.metric, [metrics[one.checkpoint] for one in usable])
     found = [
-        (rule.key(drift, order, has_caveat=isinstance(one, Candidate) and bool(one.drift)), number)
+        (rule.key(values, order, has_caveat=isinstance(one, Candidate) and bool(one.drift)), number)
         for number, one in enumerate(listed)
-        if rule.metric in (drift := metrics.get(order := CheckpointId(one.attempt, one.step), {}))
+        if rule.metric in (values := metrics.get(order := CheckpointId(one.attempt, one.step), {}))
     ]
     return [listed[number] for _, number in sorted(found)]
 

@@ -1,8 +1,8 @@
 """Chooses the tensors of a checkpoint that are read straight into device memory, and allocates that memory.
 
 Live tensors are not read into. They are loaded from that memory once all CRCs are right: `load_state_dict` copies on
-the device, and an optimizer adopts its moments. Parts of split tensors are copied by `ReadPlan.settle`; parts without a
-live tensor are read into their final place.
+the device, and an optimizer adopts its moments. `ReadPlan.copy_remaining` copies the parts of split tensors; parts
+without a live tensor are read into their final place.
 
 Only tensors that loading would copy to the device unchanged are read there: tensors of modules and bare tensors whose
 live tensor is there with the same dtype, an optimizer's moments whose parameter is there, and a rank's parts of split
@@ -62,10 +62,10 @@ def allocate_on_device(
     """Allocate memory on the device for tensors that loading would copy there. Training thread; collective.
 
     An entry that is read whole goes to a device on every rank or on none, since the ranks exchange it. `structure`:
-    After `adopt` and `place`; its storages are replaced. `placed`: The parts of this rank; those on a device get memory
-    there. `live`: Result of `live_trees`. `allocate_pinned`: Allocates page-locked memory. `on_host`: Tensors of the tree that
-    stay in host memory (`uncast.offloaded`). Returns None if this rank has no tensor for a device, or a rank lacks
-    room.
+    After `adopt` and `place_parts`; its storages are replaced. `placed`: The parts of this rank; those on a device get
+    memory there. `live`: Result of `live_trees`. `allocate_pinned`: Allocates page-locked memory. `on_host`: Tensors of
+    the tree that stay in host memory (`uncast.offloaded`). Returns None if this rank has no tensor for a device, or a
+    rank lacks room.
     """
     request = _device_request(structure, placed, dict(_destinations(state, live, structure.tree, on_host)))
     is_empty = not request.whole and not request.regions
@@ -151,7 +151,7 @@ def _on_device(region: RegionTarget) -> RegionTarget:
 
 
 class _Destination(NamedTuple):
-    """Where loading puts a tensor. `alone`: the object keeps the tensor itself, which must not share memory."""
+    """Where loading puts a tensor. `is_exclusive`: the object keeps the tensor itself, which must not share memory."""
 
     device: torch.device
     dtype: torch.dtype | None
@@ -164,7 +164,7 @@ def _device_of(named: NamedTensor, destination: _Destination | None, tensors: in
     if destination is None or tensor_refusal(tensor) is not None or destination.dtype not in (None, tensor.dtype):
         return None
     whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-    return None if destination.alone and (tensors > 1 or not whole) else destination.device
+    return None if destination.is_exclusive and (tensors > 1 or not whole) else destination.device
 
 
 def _destinations(
@@ -180,7 +180,7 @@ def _destinations(
             unambiguous = unique_paths(path for path, _ in here)
             for path, tensor in here:
                 if path in unambiguous and tensor_refusal(tensor) is None and tensor.device.type == "cuda":
-                    yield path, _Destination(tensor.device, tensor.dtype, alone=False)
+                    yield path, _Destination(tensor.device, tensor.dtype, is_exclusive=False)
 
 
 def _moments(
@@ -202,9 +202,9 @@ def _moments(
             if not isinstance(moment, torch.Tensor) or key in others.get(number, ()):
                 continue
             if key != "step":
-                yield path, _Destination(parameter.device, None, alone=True)
+                yield path, _Destination(parameter.device, None, is_exclusive=True)
             elif group_of[number].get("capturable") or group_of[number].get("fused"):
-                yield path, _Destination(parameter.device, torch.float32, alone=True)
+                yield path, _Destination(parameter.device, torch.float32, is_exclusive=True)
 
 
 def _has_room(device: torch.device, nbytes: int) -> bool:

@@ -87,8 +87,8 @@ class DeviceSections:
             mine = self._local.windows = deque(SectionWindow(self._allocate_pinned(nbytes)) for _ in range(_WINDOWS))
             self._windows += mine
         mine.rotate()
-        if mine[0].crossed is not None:
-            mine[0].crossed.synchronize()
+        if mine[0].transfer_done is not None:
+            mine[0].transfer_done.synchronize()
         return mine[0]
 
     def send(self, window: SectionWindow, parts: Sequence[SectionPart]) -> None:
@@ -105,20 +105,20 @@ class DeviceSections:
                         memory[at : at + nbytes].copy_(
                             window.section[begin : begin + nbytes], non_blocking=True
                         )
-                    window.crossed = record_event(self._device)
+                    window.transfer_done = record_event(self._device)
                 return
             with self._queue, self._module.stream(self._stream):
                 begin = min(part.begin for part in parts) // WIDEST_BYTES * WIDEST_BYTES
                 self._distribute(
                     self._on_device(window.section[begin : max(part.end for part in parts)]), begin, parts
                 )
-                window.crossed = record_event(self._device)
+                window.transfer_done = record_event(self._device)
 
     def finish(self) -> None:
         """Wait until all transfers are complete. No thread may call `send` any more."""
         for window in self._windows:
-            if window.crossed is not None:
-                self._stream.wait_event(window.crossed)
+            if window.transfer_done is not None:
+                self._stream.wait_event(window.transfer_done)
         with self._module.device(self._device), self._module.stream(self._stream):
             event = record_event(self._device)
         event.synchronize()

@@ -4,7 +4,7 @@
     Scatter (scatter.py)        bytes of which each rank takes its own regions
 
     of a portable file    each entry's CRC-32 is in its manifest: compare it with those of its parts, combined
-    of slices            the rank that read a part tells the others its CRC-32 (`tell`)
+    of slices            the rank that read a part tells the others its CRC-32 (`exchange_sums`)
 
 A rank has the sums of the bytes that it read; those of received bytes are computed here, in several threads.
 """
@@ -31,8 +31,9 @@ _WAIT_SECONDS = 0.1
 class Exchange(ABC):
     """Sends the units that this rank reads to other ranks, and receives theirs, while further units are read.
 
-    A reader that is ahead waits in `wait` until there is memory for its next unit; a few units may be read and not yet
-    sent. `share`, `is_full` and `settle` belong to the training thread; each rank calls them in the same order.
+    A reader that is ahead waits in `wait_for_room` until there is memory for its next unit; a few units may be read and
+    not yet sent. `share`, `is_full` and `process_received` belong to the training thread; each rank calls them in the
+    same order.
     """
 
     def __init__(self, ahead_max: int) -> None:
@@ -52,7 +53,7 @@ class Exchange(ABC):
                 self._changed.wait(_WAIT_SECONDS)
 
     def _count_sent(self, units: int) -> None:
-        """Count own units that have arrived everywhere, so that `wait` hands out their memory again."""
+        """Count own units that have arrived everywhere, so that `wait_for_room` hands out their memory again."""
         with self._changed:
             self._sent_count += units
             self._changed.notify_all()
@@ -72,7 +73,7 @@ class Exchange(ABC):
     @property
     @abstractmethod
     def is_full(self) -> bool:
-        """Whether nothing more may be shared before `Peers.finish` and `settle`."""
+        """Whether nothing more may be shared before `Peers.finish` and `process_received`."""
 
     @abstractmethod
     def process_received(self) -> None:
@@ -163,18 +164,18 @@ def check_sums(
     `sums`: `Reading.sums`, of parts that this rank read. `received`: `Reading.received`, of parts that came through
     windows.
     """
-    from_others = [(part, data) for offset, (part, data) in sorted(reported_sums.items()) if offset not in sums]
+    from_others = [(part, reported) for offset, (part, reported) in sorted(reported_sums.items()) if offset not in sums]
 
     def check(item: tuple[EntryPart, Sum]) -> bool:
-        part, said = item
+        part, reported = item
         target = targets[part.entry]
-        return (_sum(target, part) if isinstance(target, EntryTarget) else received.get(part.offset)) == data
+        return (_sum(target, part) if isinstance(target, EntryTarget) else received.get(part.offset)) == reported
 
-    for (part, data), result in zip(from_others, run_in_threads(check, from_others, threads, "check"), strict=True):
+    for (part, reported), result in zip(from_others, run_in_threads(check, from_others, threads, "check"), strict=True):
         if not result.result():
             return DamageError(
                 f"{image.entries[part.entry].name} ({part.nbytes} bytes at {part.offset}): its CRC-32 is not "
-                f"{data.crc32:08x} after the exchange among the ranks, although it was read whole"
+                f"{reported.crc32:08x} after the exchange among the ranks, although it was read whole"
             )
     return None
 
@@ -188,8 +189,8 @@ def check_entries(
     """
     expected = {entry.name: entry.crc32 for entry in manifest.entries}
     of_entries: dict[int, list[Sum]] = {}
-    for _, (part, data) in sorted(reported_sums.items()):
-        of_entries.setdefault(part.entry, []).append(data)
+    for _, (part, reported) in sorted(reported_sums.items()):
+        of_entries.setdefault(part.entry, []).append(reported)
     for index, sums in of_entries.items():
         name, found = image.entries[index].name, combine_all(sums)
         if found != expected.get(name):
@@ -202,4 +203,4 @@ def check_entries(
 
 def _sum(target: EntrySink, part: EntryPart) -> Sum:
     assert isinstance(target, EntryTarget), "what went through a window was summed there"
-    return Sum.of(target.memory[part.inside : part.inside + part.nbytes])
+    return Sum.of(target.memory[part.entry_offset : part.entry_offset + part.nbytes])

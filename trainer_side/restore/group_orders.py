@@ -86,10 +86,11 @@ def check_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
         own, there = [*map(_kind, values)], [*map(_kind, saved)]
         if own != there and Counter(own) == Counter(there):
             number = next(number for number, kind in enumerate(own) if kind != there[number])
+            expected, got = _format_keys(there[number] - own[number]), _format_keys(own[number] - there[number])
             raise StateError(
-                f"{place}/{number}: expected what the checkpoint has there ({_format_keys(there[number] - own[number])}), "
-                f"got another kind ({_format_keys(own[number] - there[number])}): all kinds were saved, in another "
-                "order; make the list in the order in which it was saved; nothing was loaded"
+                f"{place}/{number}: expected what the checkpoint has there ({expected}), got another kind ({got}): all "
+                "kinds were saved, in another order; make the list in the order in which it was saved; nothing was "
+                "loaded"
             )
 
 

@@ -66,7 +66,7 @@ class TierListing:
     holders: list[Holder] = field(default_factory=list)
     # Why tiers of any rank could not be listed, and damage in them.
     problems: list[str] = field(default_factory=list)
-    # Entries of `lost` that may hide slices of a whole checkpoint.
+    # Entries of `problems` that may hide slices of a whole checkpoint.
     blocking_problems: list[str] = field(default_factory=list)
     places: list[RankPlace] = field(default_factory=list)  # where each rank is; empty if no rank has a tier
 
@@ -95,36 +95,36 @@ class TierListing:
 def list_tiers(tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float = _SECONDS_MAX) -> TierListing:
     """List the slices in every tier of every rank, in at most `seconds_max` per tier. Collective.
 
-    Tiers that fail or hang, and slices whose layout is not that of their seal, are left out and named in `lost`: other
-    tiers may have the same bytes.
+    Tiers that fail or hang, and slices whose layout is not that of their seal, are left out and named in `problems`:
+    other tiers may have the same bytes.
     """
     found = TierListing()
-    lost: list[tuple[str, bool]] = []  # reason, and whether a whole checkpoint may be missed
+    problems: list[tuple[str, bool]] = []  # reason, and whether a whole checkpoint may be missed
     for tier in tiers:
         try:
             kept = list_kept(tier, seconds_max)
         except (HoldfastError, OSError) as error:
-            lost.append((f"rank {peers.rank}: {tier.name} cannot list its slices: {error}", True))
+            problems.append((f"rank {peers.rank}: {tier.name} cannot list its slices: {error}", True))
             continue
         damage = tier.damage()[:_DAMAGE_REPORTED_MAX]
-        lost += [(f"rank {peers.rank}: {tier.name}: {reason}", True) for reason in damage]
+        problems += [(f"rank {peers.rank}: {tier.name}: {reason}", True) for reason in damage]
         for one in kept:
             try:
                 one.seal.check_layout(one.layout, source=f"{tier.name}: {one.place}")
             except DamageError as error:
-                lost.append((f"rank {peers.rank}: {error}", one.complete))
+                problems.append((f"rank {peers.rank}: {error}", one.complete))
                 continue
             found.own.append((tier, one))
     if peers.all_agree(not tiers):
         return found
     names = [tier.name for tier in tiers if tier.nearness is not Nearness.RING]
     mine = json.dumps(
-        [[_row(tier, kept) for tier, kept in found.own], lost, [socket.gethostname(), names]]
+        [[_row(tier, kept) for tier, kept in found.own], problems, [socket.gethostname(), names]]
     ).encode()
-    for rank, layout_bytes in enumerate(gather(peers, mine)):
-        rows, lost_there, (host, tiers_there) = json.loads(layout_bytes)
-        found.lost += [what for what, _ in lost_there]
-        found.missed += [what for what, is_missed in lost_there if is_missed]
+    for rank, message in enumerate(gather(peers, mine)):
+        rows, problems_there, (host, tiers_there) = json.loads(message)
+        found.problems += [what for what, _ in problems_there]
+        found.blocking_problems += [what for what, is_missed in problems_there if is_missed]
         found.places.append(RankPlace(host, tuple(tiers_there)))
         for number, (key, slice_rank, nearness, name, place, absent, *seal) in enumerate(rows):
             location = nearness, name, place, frozenset(absent)
@@ -179,25 +179,25 @@ class StoreListing:
         store_listing = cls(store, seconds_max / 2, step)
 
         def begin(store: Store) -> list[StoreCandidate]:
-            store_listing._look = catalog = CatalogListing(store, step)
+            store_listing._catalog = catalog = CatalogListing(store, step)
             if step is None and catalog.old_slices:
                 _log.warning("%s", catalog.old_slices)
             store_listing.branches, current = catalog.branches, catalog.current
             names = current if current or step is None else CatalogListing(store).current
             store_listing.newest = names[0].order if names else None
-            store_listing.left = len(catalog.names) - len(current)
-            store_listing._names = [
+            store_listing.older_branch_count = len(catalog.manifests) - len(current)
+            store_listing._unread_manifests = [
                 (number, listed)
-                for number, listed in enumerate(catalog.names)
+                for number, listed in enumerate(catalog.manifests)
                 if store_listing.branches is None or store_listing.branches.is_current(listed.order)
             ]
-            numbers = [number for number, listed in store_listing._names if listed.order in also]
-            return store_listing._read([*store_listing._first(1), *numbers])
+            numbers = [number for number, listed in store_listing._unread_manifests if listed.order in also]
+            return store_listing._read_manifests([*store_listing._first_unread(1), *numbers])
 
         return store_listing, store_listing._read_on_rank_0(peers, begin)
 
     def read_more(self, peers: Peers) -> None:
-        """Read the next manifests, twice as many each time. Collective; raises as `look`, and `StoreError`."""
+        """Read the next manifests, twice as many each time. Collective; raises as `open`, and `StoreError`."""
         self._batch_size = min(2 * self._batch_size, _BATCH_SIZE_MAX)
         store_error = self._read_on_rank_0(peers, lambda _: self._read_manifests(self._first_unread(self._batch_size)))
         if store_error is not None:
@@ -215,8 +215,8 @@ class StoreListing:
         raise_agreed(peers, failed)
         if mine is not None and peers.ranks == 1:
             return mine
-        layout_bytes = peers.broadcast(mine.to_bytes() if mine is not None else None)
-        return mine or Manifest.from_bytes(layout_bytes, source="the store (from rank 0)")
+        data = peers.broadcast(mine.to_bytes() if mine is not None else None)
+        return mine or Manifest.from_bytes(data, source="the store (from rank 0)")
 
     # -- on rank 0
 
@@ -227,8 +227,8 @@ class StoreListing:
         assert self._catalog is not None
         wanted = {one.name: number for number, one in self._unread_manifests if number in numbers}
         self._unread_manifests = [one for one in self._unread_manifests if one[0] not in numbers]
-        by_name = {self._catalog.names[number].name: number for number in wanted.values()}
-        listed = [self._catalog.names[number] for number in sorted(wanted.values())]
+        by_name = {self._catalog.manifests[number].name: number for number in wanted.values()}
+        listed = [self._catalog.manifests[number] for number in sorted(wanted.values())]
         self._items = {by_name[item.name]: item for item in self._catalog.items(listed)}
         return [_candidate(number, item) for number, item in self._items.items()]
 
@@ -236,7 +236,7 @@ class StoreListing:
         item = self._items.get(number)
         if item is None:
             assert self._catalog is not None
-            listed = self._catalog.names[number]
+            listed = self._catalog.manifests[number]
             item = next(self._catalog.items([listed]), None)
             if item is None or _candidate(number, item) not in self.stored:
                 raise DamageError(f"{listed.name}: was removed or replaced meanwhile")
@@ -247,7 +247,7 @@ class StoreListing:
         self, peers: Peers, read: Callable[[Store], list[StoreCandidate]]
     ) -> HoldfastError | None:
         """Call `read` on rank 0, and broadcast the result. Returns the error if the store does not answer."""
-        layout_bytes = b""
+        message = b""
         failed: HoldfastError | None = None
         store_error: HoldfastError | None = None
         if peers.rank == 0:
@@ -257,13 +257,13 @@ class StoreListing:
                 rewinds = (
                     [one.model_dump(mode="json") for one in self.branches.rewinds] if self.branches else []
                 )
-                layout_bytes = json.dumps([rows, unread, self.newest, self.older_branch_count, rewinds]).encode()
+                message = json.dumps([rows, unread, self.newest, self.older_branch_count, rewinds]).encode()
             except StoreError as error:
-                store_error, said = error, json.dumps({"code": error.code, "text": str(error)}).encode()
+                store_error, message = error, json.dumps({"code": error.code, "text": str(error)}).encode()
             except HoldfastError as error:
                 failed = error
         raise_agreed(peers, failed)
-        answer = json.loads(peers.broadcast(layout_bytes if peers.rank == 0 else None))
+        answer = json.loads(peers.broadcast(message if peers.rank == 0 else None))
         if isinstance(answer, dict):
             return store_error or peer_error(answer["code"], f"rank 0: {answer['text']}")
         rows, unread, newest, self.older_branch_count, rewinds = answer
@@ -277,13 +277,13 @@ class StoreListing:
 def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
     if item.manifest is None:
         return StoreCandidate(number, item.attempt, item.step, 0, "", item.fault, is_unreadable=item.is_unreadable)
-    layout_bytes, rule = item.manifest, item.manifest.best
+    manifest, rule = item.manifest, item.manifest.best
     best = () if rule is None else (rule.metric, rule.mode)
     return StoreCandidate(
         number,
-        *(item.attempt, item.step, layout_bytes.ranks, layout_bytes.layout_digest, item.fault, item.caveat),
+        *(item.attempt, item.step, manifest.ranks, manifest.layout_digest, item.fault, item.caveat),
         False,
-        layout_bytes.metrics,
+        manifest.metrics,
         *best,
     )
 
@@ -314,12 +314,12 @@ def newest_attempt(
     """
     found = list_tiers(tiers, peers, seconds_max=seconds_max)
     newest = max((holder.key.attempt for holder in found.holders), default=0)
-    layout_bytes, error = 0, None
+    stored_attempt, error = 0, None
     if peers.rank == 0 and store is not None:
         try:
-            layout_bytes = _query_store(newest_of_store, store, seconds_max)
+            stored_attempt = _query_store(newest_of_store, store, seconds_max)
         except StoreMissing:
-            layout_bytes = 0
+            stored_attempt = 0
         except StoreError as refused:
             if not without_store:
                 error = refused
@@ -329,14 +329,14 @@ def newest_attempt(
                     refused,
                 )
     agree(peers, error)
-    return max(newest, int(peers.broadcast(b"%d" % layout_bytes if peers.rank == 0 else None)))
+    return max(newest, int(peers.broadcast(b"%d" % stored_attempt if peers.rank == 0 else None)))
 
 
 class CandidateListing:
     """All checkpoints, newest first, each as a candidate or with the reason why it is not.
 
-    Iterating is collective, and raises as `StoreListing.more`. Checkpoints of older branches are left out; if there are
-    any, the last item says so.
+    Iterating is collective, and raises as `StoreListing.read_more`. Checkpoints of older branches are left out; if
+    there are any, the last item says so.
 
     `set_aside`: Checkpoints to skip. `places`: Where each rank is, for messages.
     """
@@ -354,13 +354,13 @@ class CandidateListing:
         self._older_branches: list[Candidate | SkippedCheckpoint] = []
         if store_listing.branches is not None:
             self._holders = [one for one in holders if store_listing.branches.is_current(CheckpointId(*one.key[:2]))]
-            if store_listing.left or len(self._holders) < len(holders):
+            if store_listing.older_branch_count or len(self._holders) < len(holders):
                 fork = store_listing.branches.rewinds[-1].fork
                 reason = (
                     f"the run was rewound to {fork}, and checkpoints of older branches are not restored; "
                     "`holdfast rewind --to` goes back to one of them"
                 )
-                self._older_branches = [SkippedCheckpoint(fork.attempt, fork.step, reason, lost=store_listing.step is None)]
+                self._older_branches = [SkippedCheckpoint(fork.attempt, fork.step, reason, was_complete=store_listing.step is None)]
 
     def __iter__(self) -> Iterator[Candidate | SkippedCheckpoint]:
         number = 0
@@ -373,7 +373,7 @@ class CandidateListing:
                 return
             # Candidates read from now on sort after those already yielded: they are older, and no drifted one was
             # yielded yet.
-            self._store_listing.more(self._peers)
+            self._store_listing.read_more(self._peers)
 
     def known_candidates(self) -> Sequence[Candidate | SkippedCheckpoint]:
         """Return the candidates known so far, in order; unread ones may belong between them. Not collective."""

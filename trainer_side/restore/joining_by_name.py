@@ -206,9 +206,9 @@ class _ParameterMatcher:
                 continue
             if pairs.setdefault(own, other) != other:
                 raise StateError(
-                    f"{self._path}: {self._describe(self._here, own)} is one parameter in the script, in the checkpoint it "
-                    f"is two, {self._describe(self._there, pairs[own])} and {self._describe(self._there, other)}; tie them as "
-                    "they were when it was saved; nothing was loaded"
+                    f"{self._path}: {self._describe(self._here, own)} is one parameter in the script, in the "
+                    f"checkpoint it is two, {self._describe(self._there, pairs[own])} and "
+                    f"{self._describe(self._there, other)}; tie them as they were when it was saved; nothing was loaded"
                 )
         if len(set(pairs.values())) == len(pairs):
             found.update(pairs)
@@ -239,7 +239,7 @@ class _ParameterMatcher:
         raise StateError(
             f"{self._path}: expected the parameters that were saved, such as {self._describe(self._there, other)}, "
             f"got {self._describe(self._here, own)}, which was not among them"
-            f"{f' (the checkpoint has it in {elsewhere})' if other_path else ''}; give it the parameters with "
+            f"{f' (the checkpoint has it in {other_path})' if other_path else ''}; give it the parameters with "
             "which it was saved, in any order; nothing was loaded"
         )
 
@@ -264,10 +264,11 @@ class _ParameterMatcher:
             if found.setdefault(own, its) != its or sum(one == its for one in found.values()) > 1:
                 split = next(n for n in range(len(order)) if self._clashes(order, n, number))
                 raise StateError(
-                    f"{self._path}: {self._describe(self._here, split)} and {self._describe(self._here, number)} are in groups "
-                    f"{self._here.group_of[split]} and {own} of the script, in the checkpoint in groups "
-                    f"{self._there.group_of[order[split]]} and {its}, and each group has settings of its own; group "
-                    "the parameters as they were when it was saved; nothing was loaded"
+                    f"{self._path}: {self._describe(self._here, split)} and "
+                    f"{self._describe(self._here, number)} are in groups {self._here.group_of[split]} and {own} of the "
+                    f"script, in the checkpoint in groups {self._there.group_of[order[split]]} and {its}, and each "
+                    "group has settings of its own; group the parameters as they were when it was "
+                    "saved; nothing was loaded"
                 )
         empty = iter(sorted(set(range(count)) - set(found.values())))
         return [found[number] if number in found else next(empty) for number in range(count)]
@@ -303,8 +304,8 @@ class _ParameterMatcher:
         for number, shape in expected.items():
             if tuple(parameters[number].shape) != shape:
                 raise StateError(
-                    f"{self._path}: expected {self._describe(self._here, number)} to have the shape {list(shape)} of the "
-                    f"parameter in its place in the checkpoint, it has {list(parameters[number].shape)}: the "
+                    f"{self._path}: expected {self._describe(self._here, number)} to have the shape {list(shape)} of "
+                    f"the parameter in its place in the checkpoint, it has {list(parameters[number].shape)}: the "
                     "parameters were in another order, and no names say which is which; nothing was loaded"
                 )
 
@@ -336,8 +337,8 @@ class _ParameterMatcher:
             both = numbers[order[one]], numbers[order[number]]
             if both[0] != both[1] and all(key in saved["state"] for key in both):
                 raise StateError(
-                    f"{self._path}: {self._describe(self._here, number)} is in this optimizer twice, and two parameters of "
-                    f"the checkpoint are in its places, {self._describe(self._there, order[one])} and "
+                    f"{self._path}: {self._describe(self._here, number)} is in this optimizer twice, and two "
+                    f"parameters of the checkpoint are in its places, {self._describe(self._there, order[one])} and "
                     f"{self._describe(self._there, order[number])}; give it each parameter once; nothing was loaded"
                 )
 

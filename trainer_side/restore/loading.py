@@ -1,8 +1,8 @@
 """Loads a restored tree into the live objects of the state.
 
-    check       names and shapes, before the first byte is read       live_trees   tensors that may be read over
-    open_per_rank    this rank's PerRank values: opened, matched by name and checked, after all bytes are read
-    load        objects ─► tensors ─► PerRank values ─► RNG states
+    check_state_fits   names and shapes, before the first byte is read    live_trees   tensors that may be read over
+    open_per_rank      this rank's PerRank values: opened, matched by name and checked, after all bytes are read
+    load               objects ─► tensors ─► PerRank values ─► RNG states
 
 The content of a `PerRank` blob is unknown before it is read. If one may be refused, nothing is read in place.
 Random states come last, because another object's `load_state_dict` may draw random numbers.
@@ -225,8 +225,8 @@ def check_state_fits(
     without_load = [name for name, value in state.items() if _savable(value) and not _loadable(value)]
     if without_load:
         raise StateError(
-            f"{', '.join(map(repr, without_load))}: state_dict() is there, but load_state_dict() is missing; add it, so that "
-            "the object can be restored"
+            f"{', '.join(map(repr, without_load))}: state_dict() is there, but load_state_dict() is missing; add it, "
+            "so that the object can be restored"
         )
     mismatches = [describe_mismatch(name, value, tree[name], ranks=ranks) for name, value in state.items() if name in tree]
     if any(mismatches):
@@ -261,16 +261,16 @@ def _differences(
     fixed = in_place_tensors(state, live, tree)
     own = {path for path, _ in tensor_paths({name: live[name] for name in live if name not in fixed})}
     here, there = tensor_paths(fixed), tensor_paths(tree)
-    clear_there = unique_paths(path for path, _ in there)
-    clear = unique_paths(path for path, _ in here) & clear_there
+    unambiguous_there = unique_paths(path for path, _ in there)
+    unambiguous = unique_paths(path for path, _ in here) & unambiguous_there
     saved = dict(there)
     whole = [
         (path, tensor.shape, tensor.dtype)
         for path, tensor in here
-        if path in clear and path not in parts and tensor_refusal(tensor) is None
+        if path in unambiguous and path not in parts and tensor_refusal(tensor) is None
     ]
     for path, part in parts.items():
-        if path in clear_there and path not in own:
+        if path in unambiguous_there and path not in own:
             whole.append((path, torch.Size(part.held.shape), part.held.local.dtype))
     wrong, converted = [], []
     for path, shape, dtype in whole:
@@ -338,8 +338,8 @@ def load(
     """Load every name of `state` that the tree has, and remove it from the tree. Training thread.
 
     The removal frees the memory of each object's part once the object is loaded. `live`: Result of `live_trees`.
-    `tree`: The saved tree, after `open_per_rank`. `in_place`: Names whose live tensors were read into. `on_host`: Tensors of
-    the tree that optimizers keep in host memory (`uncast.offloaded`), by `id()`.
+    `tree`: The saved tree, after `open_per_rank`. `in_place`: Names whose live tensors were read into. `on_host`:
+    Tensors of the tree that optimizers keep in host memory (`uncast.offloaded`), by `id()`.
 
     Returns the plain values. Lists and dictionaries are filled in place; numbers, texts and tuples cannot be, and those
     that differ are logged. StateError: an object refused its state.

@@ -70,8 +70,8 @@ def _names_mismatch(name: str, module: torch.nn.Module, saved: Mapping[Any, Any]
         return "; ".join(texts)
     if on_meta := [key for key, tensor in here.items() if tensor.is_meta]:
         return (
-            f"{name}: without memory (on the device meta): {_format_names(on_meta)}; give the model memory by to_empty() before "
-            "restore()"
+            f"{name}: without memory (on the device meta): {_format_names(on_meta)}; give the model memory by "
+            "to_empty() before restore()"
         )
     not_tensors = [key for key in here if key in saved and not isinstance(saved[key], torch.Tensor)]
     return f"{name}: no tensors in the checkpoint: {_format_names(not_tensors)}" if not_tensors else ""

@@ -317,7 +317,7 @@ class KeptSlice:
             fill = self._fill
             if fill is None:
                 # Several threads may open the slice at once; a file that is not kept closes after its read.
-                fill = self._fill = self._tier.opened(self._kept)
+                fill = self._fill = self._tier.open_reader(self._kept)
             fill(offset, view)
         except (DamageError, StoreError):
             raise

@@ -91,7 +91,7 @@ class Reading:
         self.received.update(other.received)
         for phase, seconds in other.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-        for tier, use in other.uses.items():
+        for tier, use in other.usage.items():
             before = self.usage.setdefault(tier, SourceUsage())
             before.nbytes += use.nbytes
             before.seconds += use.seconds
@@ -103,7 +103,7 @@ class ReadOptions(NamedTuple):
     threads: int | None  # requests in flight from this rank; None: as many as suit the origins
     seconds_max: float  # for reading, and again for the exchange
     # Transfers to the device of some targets; None: all targets of this rank are in host memory.
-    crossing: DeviceSections | None = None
+    device_sections: DeviceSections | None = None
 
 
 def sharing_order(units: Sequence[Unit], ranks: int) -> list[Unit]:
@@ -133,7 +133,7 @@ def read(
     `Reading.error` is the first problem that no other source can fix: a CRC of the store is wrong, the file is short,
     or the store failed. PeerLost: a rank is gone.
     """
-    threads, seconds_max, crossing = read_options
+    threads, seconds_max, device_sections = read_options
     exchange: Exchange | None = units if isinstance(units, Scatter) else None
     units = units.units if isinstance(units, Scatter) else units
     own = [unit for unit in units if unit.reader == peers.rank]
@@ -157,16 +157,16 @@ def read(
             shared += 1
             if shared % _SHARES_IN_FLIGHT == 0 or exchange.is_full:
                 peers.finish(deadline + seconds_max - time.monotonic())
-                exchange.settle()
+                exchange.process_received()
     _wait_for_readers(readings, deadline, outcome, pool, what)
     outcome.seconds["read"] = own_done - begun
-    outcome.bytes_read, outcome.sums, outcome.uses = pool.bytes_read, pool.sums, pool.uses()
+    outcome.bytes_read, outcome.sums, outcome.usage = pool.bytes_read, pool.sums, pool.usage()
     if exchange is not None:
         peers.finish(deadline + seconds_max - time.monotonic())
-        exchange.settle()
+        exchange.process_received()
         outcome.received, outcome.error = exchange.received, outcome.error or exchange.error
         outcome.seconds["exchange"] = time.monotonic() - own_done
-    pool.let_go()
+    pool.close()
     return outcome
 
 
@@ -181,7 +181,7 @@ def _wait_for_unit(
         if peers.ranks > 1:
             peers.poll()
         wait([reading], _POLL_SECONDS if peers.ranks > 1 else _CHECK_SECONDS)
-        lost = pool.look(unit)
+        lost = pool.check_hanging(unit)
     try:
         if lost is not None:
             raise lost
@@ -191,9 +191,9 @@ def _wait_for_unit(
             outcome.error = error
         else:
             broken = not isinstance(error, DamageError)
-            outcome.failures.append(Failure(unit, error, broken, pool.hangs(unit)))
+            outcome.failures.append(Failure(unit, error, broken, pool.is_hanging(unit)))
     except TimeoutError:
-        outcome.error = _timeout_error(pool.name(unit))
+        outcome.error = _timeout_error(pool.describe(unit))
     if outcome.error is not None:
         pool.stop()
 
@@ -203,7 +203,7 @@ def _wait_for_readers(
 ) -> None:
     """Wait until all readers are done: after damage, the next candidate is read into the same memory."""
     for unit, reading in readings.items():
-        while not reading.done() and pool.look(unit) is None:
+        while not reading.done() and pool.check_hanging(unit) is None:
             if time.monotonic() > deadline:
                 outcome.error = _timeout_error(what)
                 return
@@ -308,7 +308,7 @@ class ReaderPool:
 
     def describe(self, unit: Unit) -> str:
         origin = self._origins[unit.number]
-        return f"{origin.what}: {origin.lying(unit).what}"
+        return f"{origin.what}: {origin.locate(unit).what}"
 
     def usage(self) -> dict[str, SourceUsage]:
         return {tier: SourceUsage(nbytes, end - begun) for tier, (begun, end, nbytes) in self._spans.items()}
@@ -319,9 +319,9 @@ class ReaderPool:
         DamageError: its CRC-32 is wrong, or the origin ends within it. StoreError: store or tier failed.
         """
         origin = self._origins[unit.number]
-        location = origin.lying(unit)
+        location = origin.locate(unit)
         if self._exchange is not None:
-            self._exchange.wait(unit, self._stopped)
+            self._exchange.wait_for_room(unit, self._stopped)
         begun = time.monotonic()
         parts = self._windows.parts(unit.extents)
         begins = [part.offset for part in parts]
@@ -361,7 +361,7 @@ class ReaderPool:
 
         The sums of all its bytes are appended to `sums`, in order. Bytes for a device stay in the section.
         """
-        first, view = section.take(run.nbytes)
+        first, view = section.reserve(run.nbytes)
         address = section.window.address + first
         me = threading.get_ident()
         limit = time.monotonic() + origin.seconds_share * self._seconds_max
@@ -391,10 +391,10 @@ class ReaderPool:
             sums.append(Sum.of(view[begin:position]))
             found.append((part.offset, sums[-1]))
             target = self._targets[part.entry]
-            target.put(part.inside, address + begin, view[begin:position])
-            section.parts += target.parts(part.inside, first + begin, part.nbytes)
+            target.put(part.entry_offset, address + begin, view[begin:position])
+            section.parts += target.parts(part.entry_offset, first + begin, part.nbytes)
             if self._exchange is not None:
-                self._exchange.keep(unit, part, address + begin, view[begin:position])
+                self._exchange.pack(unit, part, address + begin, view[begin:position])
         if position < run.nbytes:
             sums.append(Sum.of(view[position:]))
         return found

@@ -65,29 +65,29 @@ def restore(
     # List the ring before the store, so that a step that becomes durable in between is in one of the two lists.
     ring_contents = None if peers.all_agree(fetch is None) else fetch_ring_contents(fetch, peers)
     seconds_max, step = options.seconds_max, options.step
-    store_listing, silent = StoreListing.look(
+    store_listing, store_error = StoreListing.open(
         store, peers, step=step, also=ring_contents.keys if ring_contents else (), seconds_max=seconds_max
     )
-    ring = ring_contents.known(store_listing.stored, peers) if ring_contents else None
-    found = list_tiers([*tiers, ring] if ring else tiers, peers, seconds_max=seconds_max * HANGING_SHARE)
+    ring = ring_contents.staged_slices(store_listing.stored, peers) if ring_contents else None
+    tier_listing = list_tiers([*tiers, ring] if ring else tiers, peers, seconds_max=seconds_max * HANGING_SHARE)
     near = ring is not None and ring.near_on_all_ranks
-    job = RestoreJob(state, store, peers, events, found, store_listing, options, near)
-    job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
-    wanted = [one for one in found.holders if step in (None, one.key.step)]
-    listed = CandidateListing(wanted, store_listing, peers, options.set_aside, found.places)
+    job = RestoreJob(state, store, peers, events, tier_listing, store_listing, options, near)
+    job.report(tier_listing.problems, "other tiers, other ranks or the store may have it", event="damaged")
+    wanted = [one for one in tier_listing.holders if step in (None, one.key.step)]
+    listed = CandidateListing(wanted, store_listing, peers, options.set_aside, tier_listing.places)
     if store_error is not None and options.best is not None:
         raise store_error  # only manifests have metrics
     if store_error is not None:
         _proceed_without_store(job, store_error, listed.first(), without_store=options.without_store)
     if step is not None:
-        known = [CheckpointId(one.key.attempt, one.key.step) for one in found.holders]
+        known = [CheckpointId(one.key.attempt, one.key.step) for one in tier_listing.holders]
         known += [] if store_listing.newest is None else [store_listing.newest]
         _check_step([*listed], step, max(known, default=None), job.where)
     if options.best is not None:
         ordered = iter(best_first([*listed], store_listing.stored, options.best, job.where))
     else:
         if (first := listed.first()) is not None:
-            job.tell(_drift_of_newer(listed.known(), first), "an older checkpoint is preferred")
+            job.report(_drift_of_newer(listed.known_candidates(), first), "an older checkpoint is preferred")
         ordered = iter(listed)
     seconds = {"catalog": time.monotonic() - begun}
     return _first_good(job, ordered, seconds, can_skip=options.can_skip)
@@ -101,34 +101,34 @@ def _first_good(
     for candidate in ordered:
         if isinstance(candidate, SkippedCheckpoint):
             skipped.append(candidate.reason)
-            lost = lost or candidate.lost
-            damaged = damaged or (candidate.lost and not candidate.is_unreadable)
+            lost = lost or candidate.was_complete
+            damaged = damaged or (candidate.was_complete and not candidate.is_unreadable)
             continue
         if reported < len(skipped):
-            job.tell(skipped[reported:], f"trying {candidate.name} instead")
+            job.report(skipped[reported:], f"trying {candidate.name} instead")
             reported = len(skipped)
-        rewound = None if job.store_listing.branches is None else job.store_listing.branches.rewound(candidate.checkpoint)
+        rewound = None if job.store_listing.branches is None else job.store_listing.branches.rewind_since(candidate.checkpoint)
         if rewound is not None and rewound.skipped and job.peers.all_agree(not can_skip):
-            raise StateError(rewound.refusal())
+            raise StateError(rewound.refusal_message())
         trial = RestoreAttempt(job, candidate, seconds, rewound)
         problem = trial.read()
         if problem is None:
             if candidate.drift:
-                job.tell(
+                job.report(
                     [candidate.drift], f"{candidate.name} is restored all the same, as there is no other"
                 )
             return trial.load(skipped, _checkpoint_before(ordered, candidate))
         skipped.append(f"{candidate.name}: {problem}")
         lost = damaged = True
-    if lost or job.found.missed:
-        raise _no_usable_checkpoint_error(job, skipped, damaged=damaged or bool(job.found.missed))
-    job.tell(skipped, "there is no other checkpoint, so the run starts at step 0")
+    if lost or job.tier_listing.blocking_problems:
+        raise _no_usable_checkpoint_error(job, skipped, damaged=damaged or bool(job.tier_listing.blocking_problems))
+    job.report(skipped, "there is no other checkpoint, so the run starts at step 0")
     return None
 
 
 def _no_usable_checkpoint_error(job: RestoreJob, skipped: Sequence[str], *, damaged: bool) -> HoldfastError:
     """Return the error if no checkpoint can be used. Not `damaged`: only the store prevents opening them."""
-    reasons = "\n".join(f"  {reason}" for reason in (*skipped, *job.found.missed))
+    reasons = "\n".join(f"  {reason}" for reason in (*skipped, *job.tier_listing.blocking_problems))
     counted = f"; none of {len(skipped)} checkpoints can be used" if skipped else ""
     kind = DamageError if damaged else StoreError
     return kind(
@@ -167,7 +167,7 @@ def _proceed_without_store(
             f"{store_error}. Nearer places (local tiers, the stager's ring) hold {newest.name} whole, but the store "
             f"may hold a newer one. To resume from {newest.name} all the same, set restore_without_store = true"
         ) from store_error
-    job.tell(
+    job.report(
         [f"the store does not answer: {store_error}"], f"resuming from {newest.name}, the newest of the tiers"
     )
 
@@ -179,6 +179,6 @@ def _check_step(
     if not wanted:
         known = "there is no checkpoint at all" if newest is None else f"the newest is {newest.step}"
         raise StoreMissing(f"{where}: no checkpoint of step {step}; {known}")
-    if all(isinstance(candidate, SkippedCheckpoint) and not candidate.lost for candidate in wanted):
+    if all(isinstance(candidate, SkippedCheckpoint) and not candidate.was_complete for candidate in wanted):
         reasons = "; ".join(candidate.reason for candidate in wanted if isinstance(candidate, SkippedCheckpoint))
         raise StoreMissing(f"no checkpoint of step {step} is whole: {reasons}")

@@ -132,7 +132,7 @@ class RestoreOptions:
     # An object of this rank's state can skip batches, as `holdfast rewind` may require.
     can_skip: bool = False
     # Allocates page-locked host memory for transfers to a device; None: loading copies tensor by tensor.
-    locked: PinnedAllocator | None = None
+    allocate_pinned: PinnedAllocator | None = None
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class RestoreAttempt:
         ranks: list[StageNames] = []
         if not self._peers.all_agree(error is None and not self._needs_all_names):
             raise_agreed(self._peers, error)
-            ranks = self._names.of_all(self._peers)
+            ranks = self._names.gather_all(self._peers)
         error = self._capture_stage_error(functools.partial(self._fit, ranks))
         self._seconds["structure"] = time.monotonic() - begun
         raise_agreed(self._peers, error)
@@ -213,7 +213,7 @@ class RestoreAttempt:
     def _read_all(self) -> None:
         assert self._structure is not None
         job = self._job
-        if (allocate_pinned := job.options.locked) is not None:
+        if (allocate_pinned := job.options.allocate_pinned) is not None:
             self._device_sections = allocate_on_device(
                 self._structure, self._placed_parts, job.state, self._live, allocate_pinned, self._peers, self._offloaded
             )
@@ -231,11 +231,11 @@ class RestoreAttempt:
         try:
             slice_reader.read(self._plan.targets, self._device_sections)
         except DamageError:
-            self._job.tell(slice_reader.mended, "and nothing else has all of it", event="damaged")
+            self._job.report(slice_reader.mended, "and nothing else has all of it", event="damaged")
             raise
         self._reading = slice_reader.reading
         self._seconds.update(self._reading.seconds)
-        self._job.tell(slice_reader.mended, "read from elsewhere", event="damaged")
+        self._job.report(slice_reader.mended, "read from elsewhere", event="damaged")
 
     def _open(self) -> bytes:
         """Find the manifest or layout of the image, and return its head and tail. Collective."""
@@ -260,9 +260,9 @@ class RestoreAttempt:
 
     def _open_slices(self) -> bytes:
         job, candidate = self._job, self._candidate
-        self._image = layout = job.found.layout(candidate, self._peers)
+        self._image = layout = job.tier_listing.layout(candidate, self._peers)
         origins: dict[int, Origin] = {
-            holder.number: KeptSlice(*job.found.own[holder.number])
+            holder.number: KeptSlice(*job.tier_listing.own[holder.number])
             for some in candidate.slices.values()
             for holder in some
             if holder.rank == self._peers.rank
@@ -279,7 +279,7 @@ class RestoreAttempt:
             job.hanging,
             ring_is_near=job.ring_is_near,
         )
-        return self._slice_reader.ends()
+        return self._slice_reader.read_ends()
 
     def _read_file(self) -> None:
         """Read all bytes from the store. Collective."""
@@ -316,7 +316,7 @@ class RestoreAttempt:
         values: dict[str, Any] = {}
 
         def open_all() -> None:
-            self._plan.settle()
+            self._plan.copy_remaining()
             check_suspects(self._suspects, tree, candidate.step)
             if self._has_per_rank_values:
                 open_per_rank(job.state, self._live, tree, names, rank=rank)
@@ -339,7 +339,7 @@ class RestoreAttempt:
             manifest=self._manifest,
             seconds=self._seconds,
             bytes_read=self._reading.bytes_read,
-            sources=self._reading.uses,
+            sources=self._reading.usage,
             mended=self._mended,
             skipped=skipped,
             values=values,
@@ -353,16 +353,16 @@ class RestoreAttempt:
     def _kept_proofs(self) -> tuple[KeptProof, ...]:
         """Return the proofs of this checkpoint in this rank's tiers, also if the store provided the bytes."""
         job, manifest, rank = self._job, self._manifest, self._peers.rank
-        if not job.found.holders:
+        if not job.tier_listing.holders:
             return ()
         wanted: tuple[object, ...] | None = self._candidate.key
         if wanted is None and manifest is not None:
             wanted = *manifest.order, manifest.ranks, manifest.layout_digest
         proofs: list[KeptProof] = []
-        for one in job.found.holders:
+        for one in job.tier_listing.holders:
             if one.rank != rank or wanted is None or one.key[: len(wanted)] != wanted:
                 continue
-            tier, kept = job.found.own[one.number]
+            tier, kept = job.tier_listing.own[one.number]
             if not tier.keeps_proofs or (rank, one.tier) in job.hanging:
                 continue
             read_proof = functools.partial(tier.proof, kept)
@@ -378,7 +378,7 @@ class RestoreAttempt:
 
     @property
     def _complete_in(self) -> frozenset[str]:
-        tiers = self._slice_reader.whole_in if self._slice_reader is not None else frozenset[str]()
+        tiers = self._slice_reader.complete_tiers if self._slice_reader is not None else frozenset[str]()
         job = self._job
         return tiers | {job.store.url} if job.store is not None and self._candidate.stored != STORE else tiers
 
@@ -388,9 +388,9 @@ class RestoreAttempt:
 
     def _report(self, skipped: list[str]) -> None:
         """Report the sources: rank 0 logs those of all ranks, each rank emits its own as an event. Collective."""
-        uses = {tier: [use.nbytes, round(use.seconds, 6)] for tier, use in self._reading.uses.items()}
+        usage = {tier: [use.nbytes, round(use.seconds, 6)] for tier, use in self._reading.usage.items()}
         parts, places = [], dict[str, None]()
-        for rank, message in enumerate(gather(self._peers, json.dumps(uses).encode())):
+        for rank, message in enumerate(gather(self._peers, json.dumps(usage).encode())):
             for tier, (nbytes, seconds) in json.loads(message).items():
                 places[tier] = None
                 parts.append(f"rank {rank} {nbytes} bytes from {tier} in {seconds:.3g} s")
@@ -427,7 +427,7 @@ class RestoreAttempt:
                 "file": None if self._manifest is None else self._manifest.file,
                 "image_bytes": self._image.image_bytes,
                 "bytes_read": self._reading.bytes_read,
-                "sources": {tier: {"bytes": use[0], "seconds": use[1]} for tier, use in uses.items()},
+                "sources": {tier: {"bytes": use[0], "seconds": use[1]} for tier, use in usage.items()},
                 "in_place_bytes": self._adopted_bytes,
                 "saved_ranks": saved_ranks,
                 "ranks": self._peers.ranks,
@@ -449,8 +449,8 @@ class RestoreAttempt:
             assert self._job.store is not None
             assert self._manifest is not None
             # The structure was parsed before its chunks were checked, so a flipped bit may be why it does not fit.
-            check_state_fits = functools.partial(check_structure_chunks, self._job.store, self._manifest)
-            return _capture_error(check_state_fits) or error
+            check = functools.partial(check_structure_chunks, self._job.store, self._manifest)
+            return _capture_error(check) or error
         return error
 
     def _parse(self, data: bytes) -> None:

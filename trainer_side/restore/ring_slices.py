@@ -51,7 +51,7 @@ class _RingCheckpoint(NamedTuple):
 
 
 class RingContents:
-    """The contents of the ring, as `look` got them on rank 0; the same on every rank."""
+    """The contents of the ring, as `fetch_ring_contents` got them on rank 0; the same on every rank."""
 
     def __init__(self, fetch: Fetch | None, held: list[HeldCheckpoint], place: bytes = b"") -> None:
         self._fetch, self._held, self._place = fetch, held, place
@@ -64,8 +64,8 @@ class RingContents:
     def staged_slices(self, stored: Sequence[StoreCandidate], peers: Peers) -> RingSlices:
         """Return the checkpoints that were staged, according to the ring or the store. Collective.
 
-        `stored`: The checkpoints of `keys` that the store has. The store was listed after `look`, so a checkpoint that
-        became durable in between is in one of the two.
+        `stored`: The checkpoints of `keys` that the store has. The store was listed after the ring, so a checkpoint
+        that became durable in between is in one of the two.
         """
         found: list[_RingCheckpoint] = []
         layouts: dict[str, Layout | None] = {}
@@ -79,7 +79,7 @@ class RingContents:
             layout = layouts[digest]
             if layout is None:
                 continue
-            is_complete = len(held.fitting(layout)) == layout.chunks
+            is_complete = len(held.chunks_fitting(layout)) == layout.chunks
             if is_complete or any(one.digest == digest and not one.fault for one in of_store):
                 found.append(_RingCheckpoint(held, layout))
         near = open_near_ring(self._place) if self._place and found else None
@@ -128,21 +128,21 @@ class RingSlices(SliceKeeper):
     def __init__(
         self,
         fetch: Fetch | None,
-        known: Sequence[_RingCheckpoint],
+        checkpoints: Sequence[_RingCheckpoint],
         near: NearRing | None = None,
         *,
         near_on_all_ranks: bool = False,
     ) -> None:
         # `near_on_all_ranks`: every rank reads the ring itself; the same on every rank.
-        self._fetch, self._checkpoints, self._near, self.near_on_all_ranks = fetch, known, near, near_on_all_ranks
+        self._fetch, self._checkpoints, self._near, self.near_on_all_ranks = fetch, checkpoints, near, near_on_all_ranks
         self._lock = threading.Lock()
         self._indexes: dict[str, LayoutIndex] = {}
         self._frames: dict[tuple[str, int], tuple[tuple[SliceFrame, ...], list[int]]] = {}
         self._problem = ""
 
-    def kept(self) -> list[SealedSlice]:
-        """As `trainer_side.tiers.tier.Tier.kept`; a slice may lack chunks, which are named."""
-        return [kept for known in self._checkpoints for kept in _slices(known)]
+    def kept_slices(self) -> list[SealedSlice]:
+        """As `trainer_side.tiers.tier.Tier.kept_slices`; a slice may lack chunks, which are named."""
+        return [kept for checkpoint in self._checkpoints for kept in _slices(checkpoint)]
 
     def read_into(self, kept: SealedSlice, offset: int, view: memoryview) -> None:
         """Fill `view` with a part of one frame; its CRC fields are zero, as when the ranks sent them.
@@ -217,9 +217,9 @@ class RingSlices(SliceKeeper):
                 view[begin:end] = bytes(end - begin)
 
 
-def _slices(known: _RingCheckpoint) -> Iterator[SealedSlice]:
-    held, layout = known
-    fitting = held.fitting(layout)
+def _slices(checkpoint: _RingCheckpoint) -> Iterator[SealedSlice]:
+    held, layout = checkpoint
+    fitting = held.chunks_fitting(layout)
     for rank in range(layout.ranks):
         crcs, absent = [], set()
         for frame in frames_of(layout, rank):

@@ -47,7 +47,7 @@ class NeededRegion(NamedTuple):
 
 
 class _Parcel(NamedTuple):
-    """A message in the reader's memory. `wishes`: Each region, where it begins, and its first byte in the message."""
+    """A message in the reader's memory. `regions`: Each region, where it begins, and its first byte in the message."""
 
     ranks: tuple[int, ...]
     regions: list[tuple[NeededRegion, int, int]]
@@ -58,8 +58,8 @@ class _Parcel(NamedTuple):
 class Scatter(Exchange):
     """Sends each rank its regions of the chunks that this rank reads, as parcels. The constructor is collective.
 
-    `targets`: The regions that this rank holds, by entry; the same entries on every rank. `crossing`: Transfers to the
-    device of some regions; None if no region of this rank is on one. `units`: The chunks that any rank needs, each with
+    `targets`: The regions that this rank holds, by entry; the same entries on every rank. `device_sections`: Transfers
+    to the device of some regions; None if this rank has none there. `units`: The chunks that any rank needs, each with
     its reader: the same on every rank.
     """
 
@@ -94,16 +94,16 @@ class Scatter(Exchange):
         self._section_end = 0
         self._parts: list[SectionPart] = []
 
-    def _turn(self, unit: Unit) -> int | None:
+    def _send_index(self, unit: Unit) -> int | None:
         return self._send_indexes.get(unit.chunk)
 
-    def keep(self, unit: Unit, part: EntryPart, _address: int, view: memoryview) -> None:
+    def pack(self, unit: Unit, part: EntryPart, _address: int, view: memoryview) -> None:
         """Pack the bytes that other ranks need. Any thread."""
         source = np.frombuffer(view, np.uint8)
         for parcel in self._parcels(unit.chunk):
-            for needed, place, first in parcel.wishes:
+            for needed, place, first in parcel.regions:
                 if needed.entry == part.entry:
-                    copy_runs(needed.comb, part.inside - needed.base, source, parcel.memory[place:], first)
+                    copy_runs(needed.comb, part.entry_offset - needed.base, source, parcel.memory[place:], first)
 
     def share(self, unit: Unit, peers: Peers) -> None:
         if unit.reader == peers.rank:
@@ -127,7 +127,7 @@ class Scatter(Exchange):
         has_room = self._section is None or self._section_end + self._largest <= len(self._section.memory)
         return len(self._outgoing) >= _PACKED_MAX or len(self._incoming) >= _INCOMING_MAX or not has_room
 
-    def settle(self) -> None:
+    def process_received(self) -> None:
         """Check that the received bytes are those that were sent, after `Peers.finish`."""
         for chunk, runs, crc in self._incoming:
             found = combine_all(Sum.of(run.data) for run in runs)
@@ -143,7 +143,7 @@ class Scatter(Exchange):
         with self._changed:
             for chunk in self._outgoing:
                 self._packed.pop(chunk, None)
-        self._left(len(self._outgoing))
+        self._count_sent(len(self._outgoing))
         self._outgoing.clear()
 
     def _extent(self, chunk: int) -> Extent:
@@ -255,21 +255,21 @@ def _readers(chunks: int, needed: Collection[int], peers: Peers) -> np.ndarray:
     """Return the reader of each chunk: in turn one of the ranks that need it, -1 if none does. Collective."""
     mine = np.zeros(chunks, np.uint8)
     mine[list(needed)] = 1
-    message = [
+    needed_by_rank = [
         np.unpackbits(np.frombuffer(bits, np.uint8), count=chunks)
         for bits in gather(peers, np.packbits(mine).tobytes())
     ]
-    count = np.sum(message, axis=0, dtype=np.int32)
+    count = np.sum(needed_by_rank, axis=0, dtype=np.int32)
     chosen = np.arange(chunks, dtype=np.int32) % np.maximum(count, 1)
     readers, seen = np.full(chunks, -1, np.int32), np.zeros(chunks, np.int32)
-    for rank, bits in enumerate(message):
+    for rank, bits in enumerate(needed_by_rank):
         readers[(bits == 1) & (seen == chosen)] = rank
         seen += bits
     return readers
 
 
 def _row(region: RegionTarget) -> list[Any]:
-    shape, item_bytes, (start, size) = region.whole
+    shape, item_bytes, (start, size) = region.comb_args
     return [region.entry, region.base, list(shape), item_bytes, list(start), list(size)]
 
 

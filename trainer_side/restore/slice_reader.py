@@ -48,7 +48,7 @@ class SliceReader:
     origins: Mapping[int, Origin]  # the sources that this rank reads from, by number
     manifest: Manifest | None  # the store's; None if it does not have this checkpoint
     peers: Peers
-    means: ReadOptions
+    read_options: ReadOptions
     # Tiers that get no more requests, by rank and name, with the reason; the same on every rank. Extended here.
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
     # Every rank reads the ring itself: all ranks see its shared memory.
@@ -104,10 +104,10 @@ class SliceReader:
         DamageError, on every rank: this candidate cannot be used, and the targets are undefined. StoreError: the store
         failed, and no other source has the bytes. PeerLost: a rank is gone.
         """
-        told = self._read(self.layout, pieces_of(self.layout), targets, device_sections)
+        reported_sums = self._read(self.layout, pieces_of(self.layout), targets, device_sections)
         if self.manifest is not None:
             tiers = sorted({holder.tier for holder in self._holders})
-            error = check_entries(self.manifest, self.layout, told, ", ".join(tiers))
+            error = check_entries(self.manifest, self.layout, reported_sums, ", ".join(tiers))
             raise_agreed(self.peers, error)
 
     def _read(
@@ -137,7 +137,7 @@ class SliceReader:
             failures: list[Failure] = []
             for some, peers in ((list(near.values()), LonePeers()), (shared, self.peers)):
                 if some:
-                    read_options = self.means._replace(crossing=device_sections)
+                    read_options = self.read_options._replace(device_sections=device_sections)
                     reading = read(image, some, self.origins, targets, peers, read_options)
                     self.reading.add(reading)
                     raise_agreed(self.peers, reading.error)
@@ -153,13 +153,13 @@ class SliceReader:
                 self.reading.sums.pop(part.offset, None)
             retried = {piece for number in failed_units for piece in units[number].pieces}
             left = {number: piece for number, piece in left.items() if number in retried}
-        told = exchange_sums(image, done, targets, self.reading.sums, self.peers)
+        reported_sums = exchange_sums(image, done, targets, self.reading.sums, self.peers)
         for part in windows.parts([extent for unit in done_locally for extent in unit.extents]):
-            told[part.offset] = part, self.reading.sums[part.offset]
-        threads, received = self.means.threads or cores_to_use(), self.reading.received
-        error = check_sums(image, told, targets, self.reading.sums, received=received, threads=threads)
+            reported_sums[part.offset] = part, self.reading.sums[part.offset]
+        threads, received = self.read_options.threads or cores_to_use(), self.reading.received
+        error = check_sums(image, reported_sums, targets, self.reading.sums, received=received, threads=threads)
         raise_agreed(self.peers, error)
-        return told
+        return reported_sums
 
     def _split_near(
         self, units: Sequence[Unit], pieces: Mapping[int, FramePiece]
@@ -227,8 +227,8 @@ class SliceReader:
                 continue
             self._reported.add(what)
             more = f"; and {len(some) - 1} more of its frames" if len(some) > 1 else ""
-            place, said = self.origins[some[0].unit.number].what, str(some[0].error)
-            texts.append(f"rank {self.peers.rank}: {messages if place in messages else f'{place}: {said}'}{more}")
+            place, text = self.origins[some[0].unit.number].what, str(some[0].error)
+            texts.append(f"rank {self.peers.rank}: {text if place in text else f'{place}: {text}'}{more}")
         return texts
 
     def _unreadable_error(self, piece: FramePiece) -> DamageError:

@@ -31,7 +31,7 @@ class SplitPart(NamedTuple):
 
 
 class PlacedParts(NamedTuple):
-    """The result of `place`."""
+    """The result of `place_parts`."""
 
     regions: dict[int, ScatterTarget]  # entry → this rank's parts of it
     free: frozenset[int]  # entries from which this rank needs no whole tensor

@@ -155,9 +155,9 @@ class Structure:
         self._image = image
         created: list[torch.UntypedStorage] = []
         sizes = iter([image.entries[index].nbytes for index in self._storage_entries()])
-        sizes_are_right = _skipped_sizes_are_right()  # not in `note`: the function calls torch.load
+        sizes_are_right = _skipped_sizes_are_right()  # not in `on_storage`: the function calls torch.load
 
-        def note(storage: Any, _location: str) -> Any:
+        def on_storage(storage: Any, _location: str) -> Any:
             if storage.nbytes() and not sizes_are_right:
                 storage = _resized(storage, next(sizes, 0))
             created.append(storage)
@@ -172,7 +172,7 @@ class Structure:
         try:
             refuse_costly_pickle(cast(IO[bytes], stream), self._what)
             with torch.serialization.skip_data(), fill_disabled():
-                self.tree: Any = torch.load(cast(IO[bytes], stream), map_location=note, weights_only=True)
+                self.tree: Any = torch.load(cast(IO[bytes], stream), map_location=on_storage, weights_only=True)
         except pickle.UnpicklingError as error:
             raise StateError(
                 f"{self._what}: torch.load(weights_only=True) refuses a type in the file, although the bytes are "

@@ -6,8 +6,8 @@
     ScatterTarget        all regions that the rank holds of one entry
 
 If possible, a region is read straight into live memory. Otherwise (another dtype, a tensor that is stored transposed)
-it is read into memory of its own, and `settle` copies it from there. For a tensor on a device, that memory is on the
-device if there is room (`device_memory.py`): bytes are then transferred in sections, and the device copies.
+it is read into memory of its own, and `copy_regions` copies it from there. For a tensor on a device, that memory is on
+the device if there is room (`device_memory.py`): bytes are then transferred in sections, and the device copies.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def whole_entry(entry: int, storage: torch.UntypedStorage) -> RegionTarget:
     """Return a target for all of an entry, in a storage of the entry's size."""
     memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     nbytes = storage.nbytes()
-    whole = ((nbytes,), 1, Region((0,), (nbytes,)))
+    comb_args = ((nbytes,), 1, Region((0,), (nbytes,)))
     if memory.device.type != "cpu":
-        return RegionTarget(entry, 0, Comb(*whole), whole, np.empty(0, np.uint8), device=memory)
-    return RegionTarget(entry, 0, Comb(*whole), whole, memory.numpy())
+        return RegionTarget(entry, 0, Comb(*comb_args), comb_args, np.empty(0, np.uint8), device=memory)
+    return RegionTarget(entry, 0, Comb(*comb_args), comb_args, memory.numpy())
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class ScatterTarget:
             region.put(entry_offset, source)
 
     def parts(self, entry_offset: int, begin: int, nbytes: int) -> list[SectionPart]:
-        """Return the parts for a device in `nbytes` of the entry from `entry_offset` on, read to `begin` of a window."""
+        """Return the parts for a device in `nbytes` of the entry from `entry_offset`, read to `begin` of a window."""
         return [part for region in self.regions for part in region.parts(entry_offset, begin, nbytes)]
 
 
@@ -147,8 +147,8 @@ class Claims:
             tuple(held.region.start[dimension] for dimension in order),
             tuple(held.region.size[dimension] for dimension in order),
         )
-        whole = (tuple(saved.shape[dimension] for dimension in order), item_bytes, region)
-        comb = Comb(*whole)
+        comb_args = (tuple(saved.shape[dimension] for dimension in order), item_bytes, region)
+        comb = Comb(*comb_args)
         base = int(saved.storage_offset()) * item_bytes
         begin = local.data_ptr()
         span = (begin, begin + local.numel() * local.element_size())
@@ -163,10 +163,10 @@ class Claims:
         if is_in_place and on_cpu:
             self._sources[span] = source
             self.nbytes += comb.nbytes
-            return RegionTarget(entry, base, comb, whole, _bytes_of(local))
+            return RegionTarget(entry, base, comb, comb_args, _bytes_of(local))
         read = torch.empty(region.size, dtype=saved.dtype, device="cpu")
         shaped = read.as_strided(local.shape, _strides(held.region.size, order))
-        return RegionTarget(entry, base, comb, whole, _bytes_of(read), (shaped, local), is_fresh=is_in_place)
+        return RegionTarget(entry, base, comb, comb_args, _bytes_of(read), (shaped, local), is_fresh=is_in_place)
 
     def _claim(self, span: tuple[int, int]) -> bool:
         place = bisect.bisect_left(self._spans, span)
@@ -262,7 +262,7 @@ class EntryTarget(NamedTuple):
         # memmove releases the GIL, so other readers proceed.
         ctypes.memmove(self.address + entry_offset, address, view.nbytes)
 
-    def parts(self, _inside: int, _begin: int, _nbytes: int) -> Sequence[SectionPart]:
+    def parts(self, _entry_offset: int, _begin: int, _nbytes: int) -> Sequence[SectionPart]:
         """Nothing: the entry is in host memory."""
         return ()
 
@@ -285,12 +285,12 @@ class ReadWindow(NamedTuple):
 
 
 class EntryPart(NamedTuple):
-    """A part of one entry: `nbytes` from `offset` of the image on, which is `inside` bytes into the entry."""
+    """A part of one entry: `nbytes` from `offset` of the image on, which is `entry_offset` bytes into the entry."""
 
     offset: int
     nbytes: int
     entry: int
-    inside: int
+    entry_offset: int
 
 
 class ReadRun(NamedTuple):
@@ -323,17 +323,17 @@ class ChunkWindows:
         return [part for extent in extents for part in self._parts_between(extent.offset, extent.end)]
 
     def runs(
-        self, lying: Sequence[Extent], offset: int, run_bytes: int, *, wanted: Sequence[Extent] | None = None
+        self, extents: Sequence[Extent], offset: int, run_bytes: int, *, wanted: Sequence[Extent] | None = None
     ) -> Iterator[ReadRun]:
         """Yield requests of at most `run_bytes` that read extents of the image: in order, without gaps.
 
-        `lying`: The extents, ascending; they lie back to back from `offset` of the source on. `wanted`: Only parts of
+        `extents`: The extents, ascending; they lie back to back from `offset` of the source on. `wanted`: Only parts of
         entries within these extents are returned; by default all.
         """
-        end = offset + sum(extent.nbytes for extent in lying)
+        end = offset + sum(extent.nbytes for extent in extents)
         pieces = [
             (before + part.offset - extent.offset, part)
-            for before, extent in _positions(lying)
+            for before, extent in _positions(extents)
             for needed in ((extent,) if wanted is None else _overlaps(extent, wanted))
             for part in self._parts_between(needed.offset, needed.end)
         ]
@@ -346,7 +346,7 @@ class ChunkWindows:
                 position, part = pieces[first]
                 skipped = max(0, low - position)
                 nbytes = min(position + part.nbytes, high) - position - skipped
-                parts.append(EntryPart(part.offset + skipped, nbytes, part.entry, part.inside + skipped))
+                parts.append(EntryPart(part.offset + skipped, nbytes, part.entry, part.entry_offset + skipped))
                 begins.append(position + skipped - low)
                 if position + part.nbytes > high:
                     break

@@ -197,7 +197,7 @@ def new_names(saved: Collection[str], here: Collection[str]) -> dict[str, str]:
     if set(saved) <= set(here) or set(here) <= set(saved):
         return {}
     there, own = _Tree(saved), _Tree(here)
-    found = {name: own.named(there.bare(name)) for name in saved}
+    found = {name: own.full_name(there.bare(name)) for name in saved}
     if len({*found.values()}) < len(found):
         return {}
     return {name: new for name, new in found.items() if new != name}
@@ -268,7 +268,7 @@ def _renamed(saved: Mapping[str, Any], here: Mapping[str, Any], new: Mapping[str
     if isinstance(metadata, Mapping):
         there, own = _Tree(saved), _Tree(here)
         # A wrapper and its content have one bare name: the inner module comes later, and wins.
-        moved = OrderedDict((own.named(there.bare(key)), value) for key, value in metadata.items())
+        moved = OrderedDict((own.full_name(there.bare(key)), value) for key, value in metadata.items())
         renamed._metadata = moved  # type: ignore[attr-defined]
     return renamed
 

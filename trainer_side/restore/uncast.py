@@ -2,7 +2,7 @@
 
 saved    {"master": float32, "moment": {"codes": int8, "scales": [float32]}}      of a bfloat16 parameter
 loaded   all of them bfloat16, at any depth
-after    as saved, on the device that the optimizer chose, or on the one that `elsewhere` names
+after    as saved, on the device that the optimizer chose, or on the one that `device_overrides` names
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ def uncast(optimizer: torch.optim.Optimizer, saved: Any, *, only_casts: bool = F
                 optimizer.state[parameter] = restored
 
 
-def _shielded(value: Any, device_overrides: Mapping[str, torch.device], path: str = "") -> Any:
+def _shielded(value: Any, overrides: Mapping[str, torch.device], path: str = "") -> Any:
     if isinstance(value, torch.Tensor):
-        device = device_overrides.get(path)
+        device = overrides.get(path)
         return ShieldedValue(value, device) if value.is_complex() or device is not None else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return ShieldedValue(value)
     shields = {
-        key: _shielded(one, device_overrides, f"{path}/{key}" if path else str(key)) for key, one in children(value)
+        key: _shielded(one, overrides, f"{path}/{key}" if path else str(key)) for key, one in children(value)
     }
     changed = {key: shield for key, shield in shields.items() if shield is not value[key]}
     return with_changes(value, changed) if changed else value

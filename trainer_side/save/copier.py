@@ -128,7 +128,7 @@ class Copier:
         return DeclineCause.COPY_STUCK.because(f"{what} does not end")
 
     def close_gate(self, *, gate: bool = True) -> None:
-        """Close the gate, unless no live tensor is left to copy. `copy` or `reopen` follows."""
+        """Close the gate, unless no live tensor is left to copy. `copy` or `reopen_gate` follows."""
         self._idle.clear()
         if gate:
             self.gate.close()
@@ -136,19 +136,19 @@ class Copier:
             self.gate.leave_open()
 
     def reopen_gate(self) -> None:
-        """Undo `shut`: there is nothing to copy."""
+        """Undo `close_gate`: there is nothing to copy."""
         self.gate.open()
         self._idle.set()
 
     def reopen_gate_if_idle(self) -> bool:
-        """Undo `shut` after an exception, unless the copy has begun. Returns whether it was undone."""
+        """Undo `close_gate` after an exception, unless the copy has begun. Returns whether it was undone."""
         if self._job is not None:
             return False
         self.reopen_gate()
         return True
 
     def copy(self, job: CopyJob) -> None:
-        """Begin a copy, after `shut`."""
+        """Begin a copy, after `close_gate`."""
         self._job = job
         self._jobs.put(job)
         if self.problem is not None:  # the thread has died meanwhile
@@ -161,7 +161,7 @@ class Copier:
 
         `instant`: The live tensors to copy; None without any. `on_device`: Whether some of them are on a device.
         """
-        trusted = self._hook_coverage.saved(instant)
+        trusted = self._hook_coverage.record_save(instant)
         if instant is None:
             return False, False
         if self._changing_depth or self._copy_policy.must_copy_inside(nbytes, on_device=on_device):
@@ -180,24 +180,24 @@ class Copier:
         # The speed of copies may have been measured just now, for the first time.
         on_device = bool(job.route and job.route.device)
         if not self._copy_policy.must_copy_inside(job.staging.nbytes, on_device=on_device):
-            self._hook_coverage.expect(job.instant)
-            self._copy_policy.expect(job.instant, job.staging, job.whole.is_set)
+            self._hook_coverage.watch(job.instant)
+            self._copy_policy.schedule_comparison(job.instant, job.staging, job.all_copied.is_set)
 
     def compare_if_due(self) -> None:
         """Compare the live state with the last copy, if that is due. Called before an update or a save."""
-        if not self._copy_policy.expects:
+        if not self._copy_policy.has_pending_comparison:
             return
         if accelerator.is_capturing() or not self._idle.wait(self._seconds_max):
-            self._copy_policy.excused()
+            self._copy_policy.cancel_comparison()
         elif self._copy_policy.compare():
             return
-        self._hook_coverage.excused()  # that save proves nothing
+        self._hook_coverage.stop_watching()  # that save proves nothing
 
     def wait_copied(self) -> None:
         """Wait until the thread reads no tensor: the script may change tensors by any means until the next save."""
         self.gate.wait()
-        self._hook_coverage.excused()
-        self._copy_policy.excused()
+        self._hook_coverage.stop_watching()
+        self._copy_policy.cancel_comparison()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -211,7 +211,7 @@ class Copier:
 
     def close(self, seconds_max: float | None = None) -> None:
         """End the thread after its last copy, waiting at most `seconds_max`, and remove the gate."""
-        self._copy_policy.excused()
+        self._copy_policy.cancel_comparison()
         self._jobs.put(None)
         self._thread.join(self._seconds_max if seconds_max is None else min(seconds_max, self._seconds_max))
         if self._thread.is_alive():
@@ -242,18 +242,18 @@ class Copier:
         if (kind := accelerator.kind()) is not None:
             self._note_stream(accelerator.module_of(kind).current_stream(), optimizer)
         self.compare_if_due()
-        self._hook_coverage.hooked(optimizer)
+        self._hook_coverage.record_hook(optimizer)
         job = self._job
         if job is None or job.instant is None or job.updating.is_set():
             return
         job.updating.set()
         # torch counts a change right after making it, so every change of this thread is counted by now.
-        if self.gate.closed and (path := job.instant.changed()):
+        if self.gate.closed and (path := job.instant.find_changed()):
             self.withdraw(job, path)
 
     def _note_stream(self, stream: Any, optimizer: torch.optim.Optimizer) -> None:
         if accelerator.is_capturing():
-            self._hook_coverage.recorded(optimizer)
+            self._hook_coverage.record_graph_capture(optimizer)
         elif stream not in self.update_streams:
             self.update_streams = [*self.update_streams[-1:], stream]
 
@@ -294,8 +294,8 @@ class Copier:
             if not self._try_copy(job):
                 # Not in an `except` block: the error would keep device memory alive.
                 with contextlib.suppress(RuntimeError):  # from a failed device
-                    job.staging.drop()
-            self.gate.open()  # if an exception skips this, `_died` opens the gate
+                    job.staging.discard()
+            self.gate.open()  # if an exception skips this, `_on_thread_death` opens the gate
             self._job = self._stuck = None
             del job  # a waiting thread must not keep the area alive
             self._idle.set()
@@ -334,7 +334,7 @@ class Copier:
             # Called before the sender gets the last frame, so the record that it sends is complete.
             record.copy_seconds = time.monotonic() - begun
             if job.instant is not None and not watch.unread:
-                self._copy_policy.copied(job.staging.nbytes, record.copy_seconds)
+                self._copy_policy.record_copy(job.staging.nbytes, record.copy_seconds)
             waited_seconds = self.gate.open()
             record.gate_seconds = waited_seconds
             record.cst_seconds = (record.save_seconds or 0.0) + waited_seconds
@@ -342,12 +342,12 @@ class Copier:
         if job.device is not None and job.device != self._thread_device:
             bind_thread_to_device(job.device)
             self._thread_device = job.device
-        if job.taken.deferred is not None:
-            job.staging.fill(job.taken.deferred.contents())
+        if job.capture.deferred is not None:
+            job.staging.fill(job.capture.deferred.contents())
         if job.fingerprints is not None and not job.cancelled():
             # Fingerprints need every replica, so they are taken before the first one is released.
             fingerprint_begun = time.monotonic()
-            job.fingerprints.sample_gated(job.taken.sources)
+            job.fingerprints.sample_gated(job.capture.sources)
             job.transfer.fingerprints = job.fingerprints.text()
             record.replicas_digest = job.fingerprints.digest()
             record.fingerprint_seconds = time.monotonic() - fingerprint_begun
@@ -355,22 +355,22 @@ class Copier:
             if job.tier_write is not None and not self._link.job.lives and not job.abandoned.is_set():
                 job.tier_write.compare(job.transfer.fingerprints)  # without a stager, the ranks compare
         route = job.route or job.router.route(
-            job.taken.sources, self.gate.update_order, order_changed=self.gate.order_changed
+            job.capture.sources, self.gate.update_order, order_changed=self.gate.order_changed
         )
-        live = job.staging.live(route)
+        live = job.staging.live_route(route)
         self.gate.hold(live.storages)
         watch = _BatchChecker(self, job, len(live.host) + len(live.device))
         job.staging.copy_gated(
-            job.taken.sources,
+            job.capture.sources,
             route,
             after=job.after,
             cancelled=job.cancelled,
-            passed=self.gate.passed,
-            copied=copied,
-            on_read=watch.was_read,
+            release=self.gate.release,
+            on_all_read=copied,
+            on_read=watch.on_read,
             on_copied=watch.on_copied,
         )
-        assert record.cst_seconds is not None, "copy_gated has called `copied`"
+        assert record.cst_seconds is not None, "copy_gated has called `on_all_read`"
         self._ledger.stalled(record.cst_seconds)
         self._events.emit("save", record.to_json(), step=job.transfer.step)
 
@@ -378,7 +378,7 @@ class Copier:
         """Withdraw the copy if a tensor has changed since `save()` though no update has begun."""
         if job.instant is None or job.updating.is_set():
             return
-        path = job.instant.changed()
+        path = job.instant.find_changed()
         # An update that began meanwhile has made this check itself.
         if path and not job.updating.is_set():
             self.withdraw(job, path)
@@ -396,7 +396,7 @@ class _BatchChecker:
         instant = self._job.instant
         if instant is None or self._job.cancelled():
             return
-        if path := instant.changed_in(batch):
+        if path := instant.find_changed_in(batch):
             self._copier.withdraw(self._job, path)
         elif not self.unread:
             # A change may have been in progress, and not yet counted, when its tensor was checked.
@@ -405,7 +405,7 @@ class _BatchChecker:
     def on_copied(self, batch: Batch) -> None:
         self._uncopied -= 1
         if not self._uncopied:
-            self._job.whole.set()
+            self._job.all_copied.set()
         instant = self._job.instant
         if instant is None or self._job.cancelled():
             return

@@ -131,7 +131,7 @@ class Route:
 
     def host_only(self) -> Route:
         """The same route without the batches on a device."""
-        read = frozenset(storage for batch in self.host for storage in batch.read)
+        read = frozenset(storage for batch in self.host for storage in batch.released_storages)
         return Route(self.host, (), read)
 
 
@@ -190,19 +190,19 @@ def batches(
 def batches_of(groups: Sequence[Sequence[CopyPiece]], sources: Sources) -> Iterator[Batch]:
     reads_left = Counter(_storage(sources, piece) for group in groups for piece in group)
     for group in groups:
-        read = []
+        released = []
         for piece in group:
             storage = _storage(sources, piece)
             reads_left[storage] -= 1
             if not reads_left[storage]:
-                read.append(storage)
+                released.append(storage)
         yield Batch(
             pieces=tuple(group),
             offsets=tuple(piece.offset for piece in group),
             addresses=tuple(address_of(sources, piece) for piece in group),
             sizes=tuple(piece.nbytes for piece in group),
             nbytes=sum(piece.nbytes for piece in group),
-            read=tuple(read),
+            released_storages=tuple(released),
             frames=Counter(piece.frame for piece in group),
         )
 

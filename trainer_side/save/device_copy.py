@@ -70,7 +70,7 @@ class MirrorRoom:
         return self._log_change(nbytes <= self._spare_bytes, nbytes, self._spare_bytes)
 
     def has_room_in_part(self, nbytes: int) -> bool:
-        """Whether a partial mirror may be made, after `has` has refused a full one."""
+        """Whether a partial mirror may be made, after `has_room` has refused a full one."""
         return (self._limit_bytes is None or nbytes <= self._limit_bytes) and self.try_reserve(nbytes)
 
     def try_reserve(self, nbytes: int) -> bool:
@@ -149,11 +149,11 @@ class Mirror:
     def queue_copy(self, stream: DeviceStream, slice_: SliceSources) -> None:
         """Queue the copy, on the current stream. OutOfMemoryError: there is no memory for it after all."""
         if len(self._memory) == len(self._sizes):
-            stream.fill(self._memory)
+            stream.refill(self._memory)
         else:
             self._memory = []
             for nbytes in self._sizes:
-                self._memory.append(stream.on_device(nbytes))
+                self._memory.append(stream.allocate(nbytes))
         if self._packing is not None:
             self._packing.queue(stream)
             return
@@ -162,7 +162,7 @@ class Mirror:
             packing = Packing()
             for runs, memory in zip(self._runs, self._memory, strict=True):
                 packing.add(runs, memory, live, slice_.sources)
-        self._packing = packing if live.lasts else None
+        self._packing = packing if live.is_reusable else None
         packing.queue(stream)
 
     def sections(self) -> Iterator[BatchTransfer]:
@@ -196,8 +196,9 @@ _KEPT_MAX = 8  # of each cache; areas differ in the tensors that they leave out
 class DeviceCopy:
     """Copies from one device into staging areas.
 
-    `mirror` and `capture` belong to the training thread and allocate all device memory; `bring` and `copy` belong to
-    the copy thread and free it; `give_back` belongs to either. They never overlap: a save waits for the previous copy.
+    `mirror` and `capture` belong to the training thread and allocate all device memory; `copy_mirror` and `copy` belong
+    to the copy thread and free it; `free_memory` belongs to either. They never overlap: a save waits for the previous
+    copy.
     """
 
     def __init__(self, stream: DeviceStream, room: MirrorRoom) -> None:
@@ -211,29 +212,29 @@ class DeviceCopy:
     def mirror(self, now: Sequence[Batch], gated: Sequence[Batch], slice_: SliceSources) -> Mirror | None:
         """Queue a mirror of all batches, or at least of `now`, on the current stream; None if there is no room."""
         mirror = self._mirror(now, gated, slice_)
-        is_whole = self._room.has(mirror.nbytes, self._stream.memory())
-        if not is_whole:
+        is_full = self._room.has_room(mirror.nbytes, self._stream.memory())
+        if not is_full:
             if not now:
                 return None
             mirror = self._mirror(now, (), slice_)
             if not self._room.has_room_in_part(mirror.nbytes):
                 return None
-        mirror.is_whole = is_whole
+        mirror.is_full = is_full
         try:
             try:
-                mirror.make(self._stream, slice_)
+                mirror.queue_copy(self._stream, slice_)
             finally:
-                self._stream.go_on()  # even after an error, nothing reuses the memory before these copies end
+                self._stream.wait_for_current_stream()  # even after an error: the memory is used until then
         except torch.OutOfMemoryError as error:
-            mirror.drop()
-            self._room.refused()
+            mirror.free_memory()
+            self._room.record_out_of_memory()
             _log.warning("no memory on the device for a copy of %d bytes: %s", mirror.nbytes, error)
             return None
         except BaseException:
-            mirror.drop()
+            mirror.free_memory()
             raise
-        if is_whole:
-            self._room.lent(mirror.nbytes)
+        if is_full:
+            self._room.record_lent(mirror.nbytes)
         return mirror
 
     def capture(
@@ -247,26 +248,26 @@ class DeviceCopy:
         if gated:
             live = self._live_gated(gated, slice_)
             if live.nbytes and self._room.try_reserve(live.nbytes):
-                live.take(self._stream.on_device, self._stream.fill)
+                live.allocate(self._stream.allocate, self._stream.refill)
         live = self._live_now(now, slice_)
         # One slot is enough: the current stream packs a batch after the previous one has crossed.
-        live.take(self._stream.allocate_on_current_stream, refill_all)
-        crossings: list[BatchTransfer] = []
+        live.allocate(self._stream.allocate_on_current_stream, refill_all)
+        transfers: list[BatchTransfer] = []
         try:
-            with self._drained_on_error(crossings, area):
+            with self._drained_on_error(transfers, area):
                 for number in range(len(now)):
-                    crossing = live.crossing(number)
-                    self._begin(crossing, crossings, area)
-                    live.queue(number, crossing, area, self._stream, slice_.sources)
-                event = self._stream.record()
+                    transfer = live.transfer(number)
+                    self._begin(transfer, transfers, area)
+                    live.queue(number, transfer, area, self._stream, slice_.sources)
+                event = self._stream.record_event()
         finally:
-            live.give_back()
+            live.free_memory()
 
         def land() -> None:
             event.synchronize()
-            for crossing in crossings:
-                if crossing.parcel is not None:
-                    crossing.parcel.put_back(area)
+            for transfer in transfers:
+                if transfer.parcel is not None:
+                    transfer.parcel.restore_holes(area)
 
         return land
 
@@ -281,22 +282,22 @@ class DeviceCopy:
     ) -> None:
         """Copy a mirror to the host and free it, cancelled or not; arguments as for `CopyEngine.copy`."""
 
-        def queue(_number: int, crossing: BatchTransfer) -> None:
-            assert crossing.parcel is not None
-            assert crossing.memory is not None
-            crossing.parcel.send(crossing.memory, area)
+        def queue(_number: int, transfer: BatchTransfer) -> None:
+            assert transfer.parcel is not None
+            assert transfer.memory is not None
+            transfer.parcel.send(transfer.memory, area)
 
-        def landed(crossing: BatchTransfer) -> None:
-            assert crossing.memory is not None
-            free_storage(crossing.memory)
-            arrived(crossing.batch)
+        def landed(transfer: BatchTransfer) -> None:
+            assert transfer.memory is not None
+            free_storage(transfer.memory)
+            arrived(transfer.batch)
 
         try:
-            with self._stream.beside(None):
+            with self._stream.on_own_stream(None):
                 self._run_transfers(mirror.sections(), queue, area, cancelled, lambda _: None, landed)
         finally:
-            mirror.drop()
-            self._room.over(self._stream.memory())
+            mirror.free_memory()
+            self._room.on_copy_end(self._stream.memory())
 
     def copy(
         self,
@@ -311,21 +312,21 @@ class DeviceCopy:
         """Copy live batches; arguments as for `CopyEngine.copy`."""
         live = self._live_gated(gated, slice_)
 
-        def queue(number: int, crossing: BatchTransfer) -> None:
-            live.queue(number, crossing, area, self._stream, slice_.sources)
+        def queue(number: int, transfer: BatchTransfer) -> None:
+            live.queue(number, transfer, area, self._stream, slice_.sources)
 
         try:
-            with self._stream.beside(after):
-                work = map(live.crossing, range(len(gated)))
-                self._run_transfers(work, queue, area, cancelled, read, lambda crossing: arrived(crossing.batch))
+            with self._stream.on_own_stream(after):
+                work = map(live.transfer, range(len(gated)))
+                self._run_transfers(work, queue, area, cancelled, read, lambda transfer: arrived(transfer.batch))
         finally:
             self.free_memory()
-            self._room.over(self._stream.memory())
+            self._room.on_copy_end(self._stream.memory())
 
     def free_memory(self) -> None:
         """Free the device memory of copies. No copy is in flight."""
         if self._gated_batches is not None:
-            self._gated_batches.give_back()
+            self._gated_batches.free_memory()
 
     def _run_transfers(
         self,
@@ -339,32 +340,32 @@ class DeviceCopy:
         pending: deque[BatchTransfer] = deque()
 
         def land() -> None:
-            crossing = pending[0]
-            assert crossing.event is not None
-            crossing.event.synchronize()
-            read(crossing.batch)
-            if crossing.parcel is not None:
-                crossing.parcel.put_back(area)
+            transfer = pending[0]
+            assert transfer.event is not None
+            transfer.event.synchronize()
+            read(transfer.batch)
+            if transfer.parcel is not None:
+                transfer.parcel.restore_holes(area)
             pending.popleft()
-            landed(crossing)
+            landed(transfer)
 
         with self._drained_on_error(pending, area):
-            for number, crossing in enumerate(work):
+            for number, transfer in enumerate(work):
                 if cancelled():
                     break
                 if len(pending) == _AHEAD:
-                    land()  # frees the slot that this crossing uses
-                self._begin(crossing, pending, area)
-                queue(number, crossing)
-                crossing.event = self._stream.record()
+                    land()  # frees the slot that this transfer uses
+                self._begin(transfer, pending, area)
+                queue(number, transfer)
+                transfer.event = self._stream.record_event()
             while pending:  # even if cancelled: no live tensor is read after this returns
                 land()
 
     @staticmethod
-    def _begin(crossing: BatchTransfer, pending: list[BatchTransfer] | deque[BatchTransfer], area: torch.Tensor) -> None:
-        if crossing.parcel is not None:
-            crossing.parcel.save_holes(area)
-        pending.append(crossing)
+    def _begin(transfer: BatchTransfer, pending: list[BatchTransfer] | deque[BatchTransfer], area: torch.Tensor) -> None:
+        if transfer.parcel is not None:
+            transfer.parcel.save_holes(area)
+        pending.append(transfer)
 
     @contextlib.contextmanager
     def _drained_on_error(self, pending: Iterable[BatchTransfer], area: torch.Tensor) -> Iterator[None]:
@@ -373,17 +374,17 @@ class DeviceCopy:
             yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # a device that has failed writes nothing
-                self._stream.record().synchronize()
-            for crossing in pending:
-                if crossing.parcel is not None:
-                    crossing.parcel.put_back(area)
+                self._stream.record_event().synchronize()
+            for transfer in pending:
+                if transfer.parcel is not None:
+                    transfer.parcel.restore_holes(area)
             raise
 
     # -- caches --------------------------------------------------------------------------------------------------
 
     def _mirror(self, now: Sequence[Batch], gated: Sequence[Batch], slice_: SliceSources) -> Mirror:
         for known in self._mirrors:
-            if known.made_of[0] is now and known.made_of[1] is gated:
+            if known.inputs[0] is now and known.inputs[1] is gated:
                 return known
         made = Mirror(now, gated, slice_)
         self._mirrors.append(made)

@@ -72,7 +72,7 @@ class HashHistory:
 
 
 class _PendingHashes(NamedTuple):
-    """An entry whose hashes are on their way to the host; `hashes` is their number."""
+    """An entry whose hashes are on their way to the host; `count` is their number."""
 
     entry: int
     place: Place
@@ -81,7 +81,7 @@ class _PendingHashes(NamedTuple):
 
 
 class DeviceDedup:
-    """Knows which bytes of one area need not be copied again. `settle` belongs to the copy thread, `forget` to any, all
+    """Knows which bytes of one area need not be copied again. `verify` belongs to the copy thread, `forget` to any, all
     else to the training thread; a save waits for the previous copy, so they never overlap.
 
     `pieces` are those of this rank's slice that are copied in `save()`. `seen` is the history of each tensor, by path
@@ -153,7 +153,7 @@ class DeviceDedup:
                 continue
             queued += hashes
             place = (source.data_ptr, source.start_bytes, versions[entry])
-            is_steady = seen is not None and seen.alike >= _PROVEN and known == _AreaContent(place, seen.hashes)
+            is_steady = seen is not None and seen.unchanged_saves >= _PROVEN and known == _AreaContent(place, seen.hashes)
             if is_steady and known is not None:
                 self._known[entry] = known
                 spared.add(entry)
@@ -165,7 +165,7 @@ class DeviceDedup:
     def verify(self) -> None:
         """Wait for the hashes and check them. Called when the copy has landed and before any byte of it is used.
 
-        Outdated: a tensor that was left out has changed.
+        SkippedBytesChanged: a tensor that was left out has changed.
         """
         looked, arriving = self._pending, self._hashes
         self._pending, self._hashes = [], None
@@ -179,7 +179,7 @@ class DeviceDedup:
             hashes = tuple(itertools.islice(arrived, count))
             seen = self._histories.setdefault((self._paths[entry], *self._ranges[entry]), HashHistory(hashes))
             seen.record(hashes)
-            if is_skipped and seen.alike == 1:
+            if is_skipped and seen.unchanged_saves == 1:
                 outdated, seen.changes = entry, _PROVEN  # never left out again
                 del self._known[entry]
                 continue

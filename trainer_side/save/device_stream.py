@@ -144,7 +144,7 @@ class DeviceStream:
             return self.allocate_on_current_stream(nbytes)
 
     def refill(self, emptied: Sequence[torch.Tensor]) -> None:
-        """Reallocate tensors that `empty` has emptied, as `on_device`; their views are valid again.
+        """Reallocate tensors that `free_storage` has emptied, as `allocate`; their views are valid again.
 
         OutOfMemoryError: tensors that were filled before keep their memory.
         """
@@ -152,7 +152,7 @@ class DeviceStream:
             refill_all(emptied)
 
     def allocate_on_current_stream(self, nbytes: int) -> torch.Tensor:
-        """As `on_device`, for the current stream alone."""
+        """As `allocate`, for the current stream alone."""
         # Not torch.empty(nbytes): under torch.use_deterministic_algorithms(True) it queues a fill with NaNs on the own
         # stream, which may run after the training's stream has copied the state there.
         with torch.inference_mode(mode=False):
@@ -196,15 +196,16 @@ class DeviceStream:
 
 
 def free_storage(memory: torch.Tensor) -> None:
-    """Return the memory of a tensor made by `on_device` to torch; views of it stay. Any thread.
+    """Return the memory of a tensor made by `allocate` to torch; views of it stay. Any thread.
 
-    The own stream may reuse the memory at once: accesses queued on other streams must come before that (`go_on`).
+    The own stream may reuse the memory at once: accesses queued on other streams must come before that
+    (`wait_for_current_stream`).
     """
     memory.untyped_storage().resize_(0)
 
 
 def refill_all(emptied: Iterable[torch.Tensor]) -> None:
-    """Reallocate tensors that `empty` has emptied, for the current stream. Raises OutOfMemoryError."""
+    """Reallocate tensors that `free_storage` has emptied, for the current stream. Raises OutOfMemoryError."""
     for memory in emptied:
         memory.untyped_storage().resize_(memory.numel())
 

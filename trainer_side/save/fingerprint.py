@@ -53,13 +53,13 @@ class _Plan(NamedTuple):
     @classmethod
     def of(cls, addresses: _Numbers, sizes: _Numbers) -> _Plan:
         whole, rest = np.divmod(sizes, ROW_BYTES)
-        apart = np.array([*map(stride, sizes.tolist())], np.int64)
-        rows = -(-whole // apart)
+        strides = np.array([*map(stride, sizes.tolist())], np.int64)
+        rows = -(-whole // strides)
         ends = np.cumsum(rows)
         has_rest = (rest > 0).astype(np.int64)
         tails = rows.sum() + np.cumsum(has_rest) - has_rest
         rest_at = np.where(whole > 0, ROW_BYTES - rest, addresses % ROW_BYTES)
-        return cls(apart, rows, whole - 1 - (rows - 1) * apart, ends - rows, tails, rest_at, rest)
+        return cls(strides, rows, whole - 1 - (rows - 1) * strides, ends - rows, tails, rest_at, rest)
 
 
 class DeviceRows(NamedTuple):
@@ -74,7 +74,7 @@ class DeviceRows(NamedTuple):
         if self.arrived is not None:
             self.arrived.synchronize()
         memory, plan = self.memory.view(-1).numpy().data, self.plan
-        counts = plan.rows - (_firsts(plan.apart, self.step) > plan.last_first)
+        counts = plan.rows - (_firsts(plan.strides, self.step) > plan.last_first)
         begins, ends = plan.begins * ROW_BYTES, (plan.begins + np.maximum(counts, 0)) * ROW_BYTES
         rests = plan.tails * ROW_BYTES + plan.rest_at
         columns = (begins, ends, rests, rests + plan.rest_bytes)
@@ -108,7 +108,7 @@ class DeviceSamples:
         firsts = torch.empty(
             len(self._groups), dtype=torch.int64, device="cpu", pin_memory=self._device.type != "cpu"
         )
-        drawn = [min(first_row(step, apart), last) * ROW_BYTES for apart, last in self._groups]
+        drawn = [min(first_row(step, strides), last) * ROW_BYTES for strides, last in self._groups]
         firsts.numpy()[:] = drawn
         index = firsts.to(self._device, non_blocking=True).index_select(0, self._group)
         rows = self._rows.index_select(0, index.add_(self._index))
@@ -128,14 +128,14 @@ class DeviceSamples:
         self._rows = memory.as_strided((nbytes - ROW_BYTES + 1, ROW_BYTES), (1, 1))
         of_row = np.repeat(np.arange(len(sizes)), plan.rows)
         number = np.arange(len(of_row)) - plan.begins[of_row]
-        apart = plan.apart[of_row]
+        strides = plan.strides[of_row]
         is_last = number == plan.rows[of_row] - 1
         # A last row drawn beyond the tensor is replaced by another one and ignored.
-        last_first = np.where(is_last, plan.last_first[of_row], apart - 1)
+        last_first = np.where(is_last, plan.last_first[of_row], strides - 1)
         rests = np.flatnonzero(plan.rest_bytes)
         ends = np.where(is_small, addresses // ROW_BYTES * ROW_BYTES, addresses + sizes - ROW_BYTES)[rests]
-        index = np.concatenate([addresses[of_row] + number * apart * ROW_BYTES, ends]) - begin
-        keys = np.stack([apart, last_first], axis=1)
+        index = np.concatenate([addresses[of_row] + number * strides * ROW_BYTES, ends]) - begin
+        keys = np.stack([strides, last_first], axis=1)
         groups, group = np.unique(
             np.concatenate([keys, np.tile([1, 0], (len(rests), 1))]), axis=0, return_inverse=True
         )
@@ -151,8 +151,8 @@ class DeviceSamples:
         return here.pin_memory().to(self._device, non_blocking=True)
 
 
-def _firsts(apart: _Numbers, step: int) -> _Numbers:
-    values, places = np.unique(apart, return_inverse=True)
+def _firsts(strides: _Numbers, step: int) -> _Numbers:
+    values, places = np.unique(strides, return_inverse=True)
     return np.array([first_row(step, one) for one in values.tolist()], np.int64)[places.reshape(-1)]
 
 
@@ -183,7 +183,7 @@ class _GatheredSamples:
 class Fingerprints:
     """The fingerprints of one checkpoint. The training thread begins them, the copy thread finishes them.
 
-    `entries`: The watched ones (`holdfast.image.replicas.watched`). `gated`: Per entry, whether it is copied behind the
+    `entries`: The watched ones (`holdfast.image.replicas.watched_entries`). `gated`: Per entry, whether it is copied behind the
     gate. `step` selects the sampled rows. `shared`: Sharded entries of which several ranks hold the same region.
     `samples`: By device; reused by all checkpoints of one plan.
     """

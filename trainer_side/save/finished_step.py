@@ -49,7 +49,10 @@ class _FrozenStateful:
 
 
 class FinishedStep:
-    """The last finished step. Training thread. `put_back` changes `state`. `updates` counts steps of optimizers."""
+    """The last finished step. Training thread.
+
+    `restore_values` changes `state`. `updates` counts steps of optimizers.
+    """
 
     def __init__(self, state: MutableMapping[str, Any], updates: Callable[[], int]) -> None:
         self._state, self._updates = state, updates

@@ -1,6 +1,6 @@
 """The gate: keeps an optimizer from overwriting tensors that are still being copied. It waits for nothing else.
 
-    save(step) ── close ──► copy thread: hold(storages), passed(storage) … passed(storage) ──► open
+    save(step) ── close ──► copy thread: hold(storages), release(storage) … release(storage) ──► open
     forward, backward continue …   optimizer.step(): update the layers that are copied, wait for the next ones
 
 A hook on each optimizer does the waiting; the training loop is not changed. Optimizers that update each parameter
@@ -176,7 +176,7 @@ class Gate:
                 self._wait(lambda: self._held is not None)
                 return
             waited_for = {storage for storages in places.values() for storage in storages} & now
-            if waited_for:  # empty if they were passed meanwhile
+            if waited_for:  # empty if they were released meanwhile
                 enough = max(1, len(waited_for) // _PIECES)
                 self._wait(lambda: self._held is not None and len(waited_for - self._held) >= enough)
 

@@ -1,8 +1,8 @@
 """Decides whether a copy may stay behind the gate: hooks run before parameters change, and nothing else changes them.
 
     save() ─► SavedInstant ── a hook is called: nothing that its optimizer updates has changed since ─► it is proven
-                            ├ something has changed before a hook was called ────────────────────────► escaped
-                            └ another save, and something has changed without any hook ──────────────► escaped
+                            ├ something has changed before a hook was called ────────────────────────► it escaped
+                            └ another save, and something has changed without any hook ──────────────► it escaped
 
     save() ─► its copy is finished inside ─► first update, or next save: every byte as in the copy? ─► quiet
                                                                                 └ no ─► distrusted, for good
@@ -67,7 +67,7 @@ class HookCoverage:
         if (before := self._pending) is not None:
             # If hooks have announced everything, nothing is left to check.
             unseen = set(before.storages()) - self._announced
-            if unseen and (path := before.changed_at(unseen)):
+            if unseen and (path := before.find_changed_at(unseen)):
                 self.record_escape(path, before.step, "no hook of an optimizer was called before that")
         self._pending, self._announced = None, set()
         if instant is None or self._proven_for is instant.check:
@@ -91,7 +91,7 @@ class HookCoverage:
         mine.intersection_update(instant.storages())
         if not mine:
             return
-        if path := instant.changed_at(mine):
+        if path := instant.find_changed_at(mine):
             self.record_escape(path, instant.step, f"the hook of {type(optimizer).__name__} was called only then")
         else:
             self._clean_counts[id(optimizer)] = self._clean_counts.get(id(optimizer), 0) + 1
@@ -159,7 +159,8 @@ class _PendingComparison(NamedTuple):
 class CopyPolicy:
     """Decides whether a copy may outlast `save()`: watches for changes of live tensors that no hook announces.
 
-    Training thread, unless a method says otherwise. `tell` sends a doubt to all ranks, and is called in any thread.
+    Training thread, unless a method says otherwise. `send_doubt` sends a doubt to all ranks, and is called in any
+    thread.
     """
 
     def __init__(
@@ -211,9 +212,9 @@ class CopyPolicy:
                 self._unverified_steps = (step if self._unverified_steps is None else self._unverified_steps[0], step)
             return not self._distrusted
 
-    def schedule_comparison(self, instant: SavedInstant, area: Staging, is_whole: Callable[[], bool]) -> None:
+    def schedule_comparison(self, instant: SavedInstant, area: Staging, is_complete: Callable[[], bool]) -> None:
         """Schedule a comparison of this instant with its copy, provided that the copy is whole."""
-        self._pending_comparison = _PendingComparison(instant, area, is_whole)
+        self._pending_comparison = _PendingComparison(instant, area, is_complete)
 
     @property
     def has_pending_comparison(self) -> bool:
@@ -230,7 +231,7 @@ class CopyPolicy:
         the copy: only a later save reuses it.
         """
         awaited, self._pending_comparison = self._pending_comparison, None
-        if awaited is None or not awaited.is_whole():
+        if awaited is None or not awaited.is_complete():
             return False
         begun, step = time.monotonic(), awaited.instant.step
         path = awaited.instant.find_uncounted_change(awaited.area.memory)

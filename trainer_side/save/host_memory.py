@@ -159,7 +159,7 @@ class MemoryPreallocator:
             make, future = made
             try:
                 future.set_result(make())
-            except BaseException as error:  # noqa: BLE001 - raised by `take`
+            except BaseException as error:  # noqa: BLE001 - raised by `claim`
                 future.set_exception(error)
             del made, make, future  # a waiting thread must not keep the memory alive
 

@@ -30,7 +30,7 @@ class LayoutAgreement:
     """Negotiates the layout with the other ranks. Training thread."""
 
     def __init__(self, given: UserState, context: RankContext) -> None:
-        self._user_state, self._state = given, given.held
+        self._user_state, self._state = given, given.current
         self._council, self._events = context.tiers.council, context.events
         self._rank, self._ranks = context.link.job.rank, context.link.job.ranks
         self._context = context
@@ -43,7 +43,7 @@ class LayoutAgreement:
 
     def check_fresh_run(self) -> None:
         """Refuse the first save if it would restart the run unasked (`FreshRunCheck`), and tell the other ranks."""
-        if self._context.fresh_run.is_settled:
+        if self._context.fresh_run.is_decided:
             return
         url, tiers = self._context.link.job.store_url, self._context.tiers.tiers
         error = self._context.fresh_run.refusal(url, tiers, with_store=self._rank == 0)

@@ -107,7 +107,7 @@ class LeftOutCheck:
         self._restored = RestoredTensors(state)
         self._steps = OptimizerSteps(self._check_restored)
         self._reported: set[str] = set()
-        self.inspections_left = 0  # how many more saves of this layout call `look`, which costs time
+        self.inspections_left = 0  # how many more saves of this layout call `inspect`, which costs time
         self._unused_gradients = 0
         self._steps.watch()
 
@@ -232,11 +232,11 @@ def _parameters_left_out(name: str, optimizer: Optimizer, held: _SavedTensors) -
         return
     first = optimizer.param_groups[missing[0][0]]["params"][missing[0][1]]
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    twin = held.twin(first) if first.dtype == torch.float32 else None
+    same_shape = held.same_shape_path(first) if first.dtype == torch.float32 else None
     masters = (
-        f" If it is the fp32 master copy of {twin}, the next step after a resume writes the script's own value over "
-        "the restored weight: put the master copies into the state, or make them after restore()."
-        if twin
+        f" If it is the fp32 master copy of {same_shape}, the next step after a resume writes the script's own value "
+        "over the restored weight: put the master copies into the state, or make them after restore()."
+        if same_shape
         else ""
     )
     yield (

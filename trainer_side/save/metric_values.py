@@ -64,7 +64,8 @@ def check_metrics(metrics: Any, call: str) -> None:
         if not _is_real(value):
             raise ConfigError(
                 f"{call}: metrics[{name!r}]: expected a real number (a Python or NumPy number, or a tensor of one "
-                f"element that is no DTensor), got {describe_value(value)}; give one number for the whole job, such as the mean"
+                f"element that is no DTensor), got {describe_value(value)}; give one number for the whole job, such as "
+                "the mean"
             )
 
 

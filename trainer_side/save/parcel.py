@@ -205,7 +205,7 @@ class Parcel:
         self._hole_bytes = np.empty(len(self._holes), self._dtype)
 
     def save_holes(self, area: torch.Tensor) -> None:
-        """Keep the bytes of the holes, before `send`. Nothing else writes there until `put_back`."""
+        """Keep the bytes of the holes, before `send`. Nothing else writes there until `restore_holes`."""
         np.take(self._words(area), self._holes, out=self._hole_bytes, mode="clip")  # `raise` would copy `out`
 
     def send(self, memory: torch.Tensor, area: torch.Tensor) -> None:
@@ -278,7 +278,7 @@ class LiveBatches:
         self.is_allocated = False
         for memory in self.slots:
             free_storage(memory)
-        if self._live is not None and not self._live.lasts:
+        if self._live is not None and not self._live.is_reusable:
             self._live = None
             self._packings.clear()
             self._views.clear()
@@ -289,22 +289,22 @@ class LiveBatches:
         return BatchTransfer(self.batches[number], parcel, memory)
 
     def queue(
-        self, number: int, crossing: BatchTransfer, area: torch.Tensor, stream: DeviceStream, sources: Sources
+        self, number: int, transfer: BatchTransfer, area: torch.Tensor, stream: DeviceStream, sources: Sources
     ) -> None:
         """Queue one batch on the current stream."""
         with torch.inference_mode(mode=False):  # inference tensors could not be written to later
             if self._live is None:
                 self._live = LiveTensors(stream, sources, self.batches)
-            if crossing.parcel is None or crossing.memory is None:
+            if transfer.parcel is None or transfer.memory is None:
                 for piece, nbytes, view in self._views_of(number, self._live, sources):
                     area[piece.offset : piece.offset + nbytes].copy_(view, non_blocking=True)
                 return
             packing = self._packings.get(number)
             if packing is None:
                 packing = self._packings[number] = Packing()
-                packing.add(self._runs[number], crossing.memory, self._live, sources)
+                packing.add(self._runs[number], transfer.memory, self._live, sources)
             packing.queue(stream)
-            crossing.parcel.send(crossing.memory, area)
+            transfer.parcel.send(transfer.memory, area)
 
     def _views_of(
         self, number: int, live: LiveTensors, sources: Sources

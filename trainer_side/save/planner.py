@@ -1,6 +1,6 @@
 """The planner: what this rank copies at a `save()`, by a plan that all ranks agree on and reuse while it is valid.
 
-    take(state): the tensors of the plan ───────────────────────────────────────► Plan, Capture
+    capture: the tensors of the plan ───────────────────────────────────────────► Plan, Capture
                  other tensors, or none before ─► all ranks agree ─► a new plan ─► Plan, Capture
                  values were given more room ──────────────────────► a new plan ─► Plan, Capture
                  values do not fit their room ────────────────────────────────────► Outgrown
@@ -67,7 +67,7 @@ class Planner:
         context: RankContext,
     ) -> None:
         self._user_state, self._left_out, self._pool, self._engine = given, left_out, pool, engine
-        self._state = given.held
+        self._state = given.current
         self._link, self._tiers = context.link, context.tiers
         self._config, self._events = context.config, context.events
         self._plan: SavePlan | None = None
@@ -96,30 +96,30 @@ class Planner:
                 self._user_state.refresh()
                 collected = collect(self._state, allow_pending=True)
         if self._plan is not None:
-            self._names.look(collected, told)
-            self._own_names.look(collected)
-        tree = collected if self._agreed.union is None else self._layout_agreement.named(collected, self._agreed)
+            self._names.refresh(collected, told)
+            self._own_names.refresh(collected)
+        tree = collected if self._agreed.union is None else self._layout_agreement.to_agreed_form(collected, self._agreed)
         self._apply_granted_room(tree)
         if self._plan is not None:
             taken = capture(tree, self._plan.skeleton, defer=True, trailer=self._trailer)
             if taken is not None:
                 if self._left_out.inspections_left:
-                    self._left_out.look(collected)
-                self._tiers.council.fits(step)
+                    self._left_out.inspect(collected)
+                self._tiers.council.send_fits(step)
                 return self._plan, taken
         # First save, or the tensors have changed. All ranks get here at the same step, so they may wait for each
         # other; a rank that is still sending must wait for its buffer, and must not decline.
         resolve_pending(collected)
-        self._left_out.look(collected, new_layout=True)
-        self._names.renew(collected, told)
-        self._own_names.look(collected, is_new=True)
+        self._left_out.inspect(collected, new_layout=True)
+        self._names.rebuild(collected, told)
+        self._own_names.refresh(collected, is_new=True)
         try:
             self._agreed = self._layout_agreement.agree(collected, len(self._names.trailer), step)
         except StateError as error:
             if self._plan is not None:  # other ranks may have begun this step, and wait for this rank's slice
                 self._tiers.skip(step, Reason.of_error(error))
             raise
-        tree = self._layout_agreement.named(collected, self._agreed)
+        tree = self._layout_agreement.to_agreed_form(collected, self._agreed)
         planned = self._renew_together(tree)
         taken = capture(tree, planned.skeleton, trailer=self._trailer)
         assert taken is not None

@@ -92,7 +92,7 @@ class Saver:
         self.trackers: dict[str, str] = {}  # experiment tracker → its run; written into each checkpoint
         self._warned = ""
         self._finished_step = FinishedStep(state, lambda: copier.updates)
-        self._late_step = -1  # the step that `_late` has noted last
+        self._late_step = -1  # the step that `_finished_step` has noted last
         self._late_reason: Reason | None = None  # why that step is not saved yet
         self._late_metrics: dict[str, float] | None = None
         copier.on_update = self.decline_late
@@ -111,7 +111,7 @@ class Saver:
         step = self._late_step
         if self._late_reason is None:
             return -1
-        if why := self._finished_step.why_not():
+        if why := self._finished_step.stale_reason():
             self._late_reason = DeclineCause.LATE.because(
                 f"it found no room when it was due, and later {why}"
             )
@@ -124,7 +124,7 @@ class Saver:
                 self._late_reason,
                 seconds_max,
             )
-        self._finished_step.put_back()
+        self._finished_step.restore_values()
         return step if self.save(step, seconds_max, self._late_metrics) else -1
 
     def save(
@@ -135,12 +135,12 @@ class Saver:
         self._clear_late(step)
         reach(Point.SAVE_BEGUN)
         self._copier.compare_if_due()
-        self._tiers.follow(self._link.job.attempt)
+        self._tiers.set_attempt(self._link.job.attempt)
         if (refusal := self._refusal()) is not None:
             return self._decline(step, refusal)
         try:
             with gc_paused():
-                plan, taken = self._planner.take(step)
+                plan, taken = self._planner.capture(step)
         except PeerLost as lost:
             if not self._link.job.is_last_loss(lost) or self._tiers.accepts_steps:
                 raise  # a rank is lost, not the stager: continuing would leave the ranks at different steps
@@ -149,7 +149,7 @@ class Saver:
             # More room for a PerRank value needs a new agreement of all ranks, which this rank cannot call alone.
             needed = 0 if outgrown.name else outgrown.needed_bytes
             if needed and self._link.job.rank == 0:
-                self._tiers.council.make_room(needed)
+                self._tiers.council.announce_room(needed)
             return self._decline(step, DeclineCause.OUTGROWN.because(outgrown), needed_pickle_bytes=needed)
         except PoolFull as no_room:
             return self._decline(step, no_room.reason)
@@ -184,10 +184,10 @@ class Saver:
         return job is not None
 
     def _reserve(self, step: int, record: SaveRecord) -> Reservation:
-        """As `StagingPool.take`. Raises PoolFull also if the copy thread is stuck."""
-        place = self._pool.take(step, record)
+        """As `StagingPool.reserve`. Raises PoolFull also if the copy thread is stuck."""
+        place = self._pool.reserve(step, record)
         if stuck := self._copier.wait():
-            self._pool.give_back(place, stuck)
+            self._pool.release(place, stuck)
             raise PoolFull(stuck)
         return place
 
@@ -221,23 +221,23 @@ class Saver:
         with contextlib.nullcontext() if device is None else ordered_with_streams(device, streams):
             begins = self._capture(step, plan, taken, area, device)
         record.slice_bytes, record.save_seconds, record.host = area.nbytes, 0.0, socket.gethostname()
-        on_device = begins.route is not None and bool(area.live(begins.route).device)
+        on_device = begins.route is not None and bool(area.live_route(begins.route).device)
         inside, compare_later = self._copier.choose_copy_mode(step, begins.instant, area.nbytes, on_device=on_device)
         record.copied_inside = inside or begins.instant is None
-        self._copier.shut(gate=begins.is_live)
+        self._copier.close_gate(gate=begins.is_live)
         transfer = (
             self._link.offer(step, area, record, plan.skeleton.layout)
             if answer is None
             else Transfer.none(step, record, answer)
         )
         if transfer.released.is_set() and place.tier_write is None:  # refused at once: nothing is copied
-            self._copier.reopen()
+            self._copier.reopen_gate()
             nowhere = Reason(OTHER, "no local tier has a free slot, and there is no stager")
-            area.drop()
+            area.discard()
             self._decline(step, transfer.reason or nowhere, tell=False)
             return None
         record.save_seconds = time.monotonic() - begun
-        area.tell((lambda: None) if place.tier_write is None else place.tier_write.nudge)
+        area.on_frames_ready((lambda: None) if place.tier_write is None else place.tier_write.nudge)
         self._pool.send(place, transfer)
         job = CopyJob(
             transfer,
@@ -267,19 +267,19 @@ class Saver:
         sources, gate = taken.sources, self._copier.gate
         route = versions = None
         if device is not None:
-            versions = area.counted(taken.tensors, taken.tensor_entries)
+            versions = area.change_counters(taken.tensors, taken.tensor_entries)
             route = plan.router.route(sources, gate.update_order, order_changed=gate.order_changed)
         is_mirrored = area.copy_now(sources, dict(taken.contents), route, versions)
-        is_live = route is None or not is_mirrored or bool(area.live(route).host)
+        is_live = route is None or not is_mirrored or bool(area.live_route(route).host)
         instant = None
         if is_live:
-            tear_check = plan.tear_check.on_host(sources) if is_mirrored else plan.tear_check
-            instant = tear_check.take(taken, step)
+            tear_check = plan.tear_check.host_only(sources) if is_mirrored else plan.tear_check
+            instant = tear_check.capture_instant(taken, step)
         fingerprints = None
         if plan.watched:
             fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step, plan.shared, plan.samples)
             fingerprints.sample_now(sources, also_gated=not is_live)
-        after = None if device is None else stream_of(device).record()
+        after = None if device is None else stream_of(device).record_event()
         return _SyncCapture(is_live, instant, fingerprints, after, route)
 
     def _undo(self, step: int, place: Reservation, error: BaseException) -> None:
@@ -290,8 +290,8 @@ class Saver:
             self._link.decline(step, failed)
 
     def _release(self, place: Reservation, reason: Reason) -> None:
-        place.area.drop()
-        self._pool.give_back(place, reason)
+        place.area.discard()
+        self._pool.release(place, reason)
 
     def _refusal(self) -> Reason | None:
         if (problem := self._link.job.problem) is not None and not self._tiers.accepts_steps:

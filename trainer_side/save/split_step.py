@@ -62,7 +62,8 @@ def collective_step_reason(optimizer: Optimizer) -> str:
     """Return why the next step of this optimizer is collective; empty if each rank takes it by itself.
 
     Split, it would run this rank's collective operations in another order than the other ranks': they would hang, or
-    combine unrelated tensors. Only for an optimizer that `unsplittable_reason` accepts, once the gradients are computed.
+    combine unrelated tensors. Only for an optimizer that `unsplittable_reason` accepts, once the gradients are
+    computed.
     """
     name = _KNOWN_STEPS[type(optimizer).step.__qualname__]
     for group in optimizer.param_groups:
@@ -102,9 +103,9 @@ def split_step(
     """Update parameters as they become free; leave the last piece to the step that called the hook.
 
     Call it as the last of the optimizer's step-pre-hooks: hooks after it would see some parameters updated.
-    `optimizer`: Accepted by `unsplittable_reason`. `arguments`: Those of `step()`, as a pre-hook gets them; the first is the
-    optimizer. `held`: Whether a parameter, or a tensor of its state, is still being copied; never true again once
-    false. `wait_for_more`: Returns when a held parameter may be free; called only while one is held.
+    `optimizer`: Accepted by `unsplittable_reason`. `arguments`: Those of `step()`, as a pre-hook gets them; the first
+    is the optimizer. `held`: Whether a parameter, or a tensor of its state, is still being copied; never true again
+    once false. `wait_for_more`: Returns when a held parameter may be free; called only while one is held.
 
     Returns arguments for the rest of the step, as a pre-hook returns them; None: nothing was held, step as usual.
     """
@@ -150,8 +151,8 @@ def _makes_state(optimizer: Optimizer) -> bool:
 def run_closure(arguments: StepArguments) -> tuple[StepArguments, bool]:
     """Run the closure of a step now, since no piece of the step may precede the gradients.
 
-    The optimizers that `unsplittable_reason` accepts begin by calling it once, too. Returns arguments whose closure only
-    returns the loss, and True; without a closure the arguments unchanged, and False.
+    The optimizers that `unsplittable_reason` accepts begin by calling it once, too. Returns arguments whose closure
+    only returns the loss, and True; without a closure the arguments unchanged, and False.
     """
     args, kwargs = arguments
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -1,8 +1,8 @@
 """The staging areas of this rank and the slots of its local tiers: they limit how many checkpoints are in flight.
 
-    save(9) ─► wait, with on_full="wait": until the oldest is staged ─► take: an area, a slot in each tier ─► send
+    save(9) ─► wait, with on_full="wait": until the oldest is staged ─► reserve: an area, a slot in each tier ─► send
                  └── late: who waited for whom ──────────────────────────┴──► PoolFull: busy, late
-    a new plan ─► clear: until nobody reads an area ─► furnish: areas and slots for it
+    a new plan ─► clear: until nobody reads an area ─► prepare: areas and slots for it
 
     save(7) ─► area 0 ══ being sent ═══════════════►│ released
     save(8)      ─► area 1 ══ being sent ═══════════════►│
@@ -163,7 +163,7 @@ class Areas:
         return self._slots[address]
 
     def send(self, area: Staging, transfer: Transfer, tier_write: TierWrite | None = None) -> None:
-        """Note that `transfer` and `keeping` read from `area` until they are released."""
+        """Note that `transfer` and `tier_write` read from `area` until they are released."""
         flight = AreaUse(transfer, tier_write)
         self._last_use[area] = flight
         self._uses = [*self.in_flight(), flight]
@@ -231,7 +231,7 @@ class StagingPool:
         for before in late:
             if not before.released.wait(max(0.0, deadline - time.monotonic())):
                 if before.tier_write is not None:
-                    self._tiers.let_go(before.tier_write)  # a hanging device must not end the training
+                    self._tiers.release_area(before.tier_write)  # a hanging device must not end the training
                 if before.released.is_set():
                     continue
                 raise self._link.job.problem or StateError(
@@ -257,7 +257,7 @@ class StagingPool:
 
         if self._preallocator is not None:
             self._preallocator.stop()
-        self._areas.renew(prepared, count_max, in_slots=self._tiers.is_direct)
+        self._areas.reset(prepared, count_max, in_slots=self._tiers.is_direct)
         self._tiers.prepare(layout)
         if pinned:
             self._preallocator = MemoryPreallocator(self._memory_makers(max(1, area_bytes), count_max))
@@ -269,7 +269,7 @@ class StagingPool:
             self._preallocator.close(self._config.full_seconds_max)
 
     def _claim_preallocated(self, key: int) -> torch.Tensor | None:
-        return None if self._preallocator is None else self._preallocator.take(key)
+        return None if self._preallocator is None else self._preallocator.claim(key)
 
     def _memory_makers(self, area_bytes: int, count_max: int) -> dict[int, Make]:
         """Return how to make the locked memory of later saves: slots by address, or areas by number."""
@@ -326,14 +326,14 @@ class StagingPool:
         return waited_seconds
 
     def reserve(self, step: int, record: SaveRecord) -> Reservation:
-        """Reserve an area for this step, and the free slots of the tiers. Follow with `send` or `give_back`.
+        """Reserve an area for this step, and the free slots of the tiers. Follow with `send` or `release`.
 
         PoolFull: all areas are taken.
         """
         if self._tiers.is_direct:
             place = self._reserve_slot_area(step, record)
         else:
-            area = self._areas.take()
+            area = self._areas.acquire()
             place = None if area is None else Reservation(area, self._reserve_slots(step, record))
         if place is None:
             raise PoolFull(self._busy_reason())

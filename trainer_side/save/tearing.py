@@ -1,6 +1,6 @@
 """Checks that bytes copied behind the gate are still those of `save()`; otherwise the copy is torn, and not used.
 
-    save()        TearCheck.take ─► SavedInstant: the version counter of each tensor, and four words of each piece
+    save()        capture_instant ─► SavedInstant: the version counter of each tensor, and four words of each piece
     copy thread   each batch, read and not yet released: counters and live words as at save()? words in the copy, too?
     first update  before it changes anything: all counters and live words as at save()?
 
@@ -165,7 +165,8 @@ class BatchChecks(NamedTuple):
 class SavedInstant:
     """Counters and words of the tensors at one `save()`; keeps the tensors alive until they are copied or compared.
 
-    Made by `TearCheck.take`. Any thread may call its methods. Each check returns the path of a tensor, or "".
+    Made by `TearCheck.capture_instant`. Any thread may call its methods. Each check returns the path of a tensor, or
+    "".
     """
 
     def __init__(
@@ -205,14 +206,14 @@ class SavedInstant:
 
     def find_changed_in(self, batch: Batch) -> str:
         """Return a changed tensor of `batch`, before an update may change it. Copy thread."""
-        look = self.check.look(batch)
-        return self._find_changed(look.places, look.tensors)
+        checks = self.check.batch_checks(batch)
+        return self._find_changed(checks.places, checks.tensors)
 
     def find_miscopied(self, batch: Batch, area: torch.Tensor) -> str:
         """Return a tensor whose words in the staging area differ from those at `save()`. Copy thread."""
-        places, check = self.check.look(batch).places, self.check
+        places, check = self.check.batch_checks(batch).places, self.check
         words = self._device_words
-        if words is not None and (place := words.wrong(places.tolist(), area)) is not None:
+        if words is not None and (place := words.find_wrong(places.tolist(), area)) is not None:
             return check.paths[check.pieces[place].entry]
         copies = area.data_ptr() + check.copies[places, None] + self._within[places]
         here = _read_words(copies, check.wide[places], self._readable[places])
@@ -233,7 +234,7 @@ class SavedInstant:
             if piece.offset < 0 or piece.entry in counted or _is_same(piece, source, area):
                 continue
             mine = map(local_of, map(self._tensors.__getitem__, self._tensors_of.get(piece.entry, ())))
-            if self.check.whole[place] or _differs_in(mine, piece, source, area):
+            if self.check.gapless[place] or _differs_in(mine, piece, source, area):
                 return self.check.paths[piece.entry]
         return ""
 

@@ -1,9 +1,9 @@
 """The optimizers of a state, also inside the script's own objects, and the paths of their dictionaries in its tree.
 
 {"loop": Loop}, and Loop.state_dict() is {"optimizers": [a.state_dict(), b.state_dict()]}
-    │ optimizers_of   a, b: found among the attributes of the objects
-    │ telling         records which dictionary each of them returns
-    └ located         loop/optimizers/0 is a's, loop/optimizers/1 is b's
+    │ optimizers_of         a, b: found among the attributes of the objects
+    │ record_param_groups   records which dictionary each of them returns
+    └ locate_optimizers     loop/optimizers/0 is a's, loop/optimizers/1 is b's
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def locate_optimizers(
 ) -> dict[str, torch.optim.Optimizer]:
     """Return the optimizers of a state by the path of their dictionary in its tree.
 
-    `tree`: Result of `collect` or `live_trees`, made inside `telling`, which recorded `given`.
+    `tree`: Result of `collect` or `live_trees`, made inside `record_param_groups`, which recorded `given`.
     """
     by_groups = {id(groups): optimizer for groups, optimizer in given}
     found: dict[str, torch.optim.Optimizer] = {}
@@ -125,7 +125,7 @@ def group_sizes(groups: Any) -> list[int]:
 
 
 def value_at(tree: Any, path: str) -> Any:
-    """Return the value at a path that `forms` found in another tree of the same state; None if it does not exist."""
+    """Return the value at a path that `optimizer_dicts` found in another tree of the same state; None: it has none."""
     pending = [("", tree)]
     while pending:
         prefix, node = pending.pop()
@@ -176,33 +176,33 @@ def parameter_names(state: Mapping[str, Any]) -> dict[str, list[list[list[str]]]
     for path, parameter in module_parameters(state):
         names.setdefault(id(parameter), []).append(path.partition("/")[2])
     found: dict[str, list[list[list[str]]]] = {}
-    for value_at, value in state.items():
+    for at, value in state.items():
         if not isinstance(value, torch.optim.Optimizer):
             continue
         firsts: set[str] = set()
-        found[value_at] = []
+        found[at] = []
         for number, group in enumerate(value.param_groups):
-            found[value_at].append([])
+            found[at].append([])
             for place, parameter in enumerate(group["params"]):
                 own = names.get(id(parameter))
                 if own is None:
                     raise StateError(
-                        f"{value_at}: parameter {place} of group {number}, of shape {list(parameter.shape)}, is in no module "
+                        f"{at}: parameter {place} of group {number}, of shape {list(parameter.shape)}, is in no module "
                         "of the state; the ranks have different parameters, so their names are needed: hand over the "
                         "module, too"
                     )
                 if own[0] in firsts:
                     raise StateError(
-                        f"{value_at}: two of its parameters are named {own[0]} in modules of the state; the ranks have "
+                        f"{at}: two of its parameters are named {own[0]} in modules of the state; the ranks have "
                         "different parameters, so each needs a name of its own: hand over one module in which both are"
                     )
                 firsts.add(own[0])
-                found[value_at][-1].append(own)
+                found[at][-1].append(own)
     return found
 
 
 def first_names(names: Mapping[str, Sequence[Sequence[Sequence[str]]]]) -> dict[str, list[list[str]]]:
-    return {value_at: [[own[0] for own in group] for group in groups] for value_at, groups in names.items()}
+    return {at: [[own[0] for own in group] for group in groups] for at, groups in names.items()}
 
 
 def keyed_by_name(
@@ -215,14 +215,14 @@ def keyed_by_name(
     An optimizer with other parameters stays unchanged. `names`: Names of this rank's parameters, by optimizer and
     group. `united`: The names of all ranks' parameters, which the groups then list.
     """
-    return {value_at: _keyed_by_name(value, names[value_at], united[value_at]) if value_at in names else value for value_at, value in tree.items()}
+    return {at: _keyed_by_name(value, names[at], united[at]) if at in names else value for at, value in tree.items()}
 
 
-def settings(tree: Mapping[str, Any], value_at: str) -> list[str]:
+def settings(tree: Mapping[str, Any], at: str) -> list[str]:
     """Return the other settings of each group of an optimizer, as text; without tensors and objects."""
     return [
         repr(sorted((str(key), one) for key, one in group.items() if _is_setting(key, one)))
-        for group in tree[value_at]["param_groups"]
+        for group in tree[at]["param_groups"]
     ]
 
 

@@ -79,7 +79,7 @@ def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "
 
 
 def read_trailer(blob: torch.Tensor | bytes | bytearray | memoryview) -> bytes:
-    """Return the bytes that `encode` put beside the value; empty in blobs of earlier versions. Call `decode` first."""
+    """Return the trailer that `encode` put after the value; empty in blobs of earlier versions. Call `decode` first."""
     raw = _raw(blob)
     (length,) = _LENGTH.unpack_from(raw)
     return bytes(raw[_LENGTH.size + length :]).rstrip(b"\0")

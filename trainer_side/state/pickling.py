@@ -1,8 +1,8 @@
 """`torch.save` without the tensor bytes: its pickle, its zip, and whether plain `torch.load` accepts them.
 
-    Pickling.save      the whole zip, with holes         load_structure   reads it back, tensors on `meta`
-    Pickling.head      data.pkl alone, for each save     blame            names the value that torch refuses
-    Pickling.reduced   how torch has pickled each tensor ─► recall.Ready.pickle: data.pkl without asking torch again
+    Pickling.save      the whole zip, with holes         load_structure    reads it back, tensors on `meta`
+    Pickling.pickle    data.pkl alone, for each save     explain_refusal   names the value that torch refuses
+    Pickling.reduced   how torch has pickled each tensor ─► recall.FastPickling.pickle: data.pkl without asking torch
 
 Each storage is replaced by a `meta` stand-in of the used size; torch then reads none of its bytes.
 """
@@ -139,9 +139,9 @@ class ReadablePickler(pickle.Pickler):
             self.clear_memo()
             self._clear_output()
             super().dump(with_python_scalars(value))
-        finalize = self.finished(with_readable_empty_bytes(self._out.getvalue()))
+        finished = self.finalize(with_readable_empty_bytes(self._out.getvalue()))
         self._clear_output()
-        self._out.write(finalize)
+        self._out.write(finished)
 
     def finalize(self, pickled: bytes) -> bytes:
         """Return the bytes to write in place of `pickled`."""

@@ -175,7 +175,7 @@ class SavedNames:
         self.trailer = b""  # the end of data.pkl; empty where the state has no optimizer
 
     def record_param_groups(self) -> AbstractContextManager[ReturnedGroups]:
-        """Return the context of `tree.telling` in which the caller collects the state."""
+        """Return the context of `tree.record_param_groups` in which the caller collects the state."""
         if self._is_writer and not self._optimizers:
             self._optimizers = optimizers_of(self._state)
         return record_param_groups(self._optimizers)
@@ -233,7 +233,7 @@ def to_trailer(found: Positions, of_host: Sequence[str] = ()) -> bytes:
     return text + _END.pack(len(text), _MAGIC)
 
 
-def laid(pickled: bytes, trailer: bytes, room_bytes: int) -> bytes:
+def pad_pickle(pickled: bytes, trailer: bytes, room_bytes: int) -> bytes:
     """Return the content of data.pkl. The caller makes sure that the room holds both parts."""
     return pickled.ljust(room_bytes - len(trailer), b"\0") + trailer
 
@@ -247,7 +247,7 @@ def from_record(record: bytes, *, source: str) -> dict[str, list[list[Position]]
 
 
 def read_on_host(record: bytes) -> frozenset[str]:
-    """Return the result of `on_host` at the time of the save, from a data.pkl that `from_record` has read."""
+    """Return the result of `host_tensor_paths` at the time of the save, from a data.pkl that `from_record` has read."""
     return frozenset(map(str, _read_trailer(record).get("on_host", ())))
 
 

@@ -1,7 +1,7 @@
 """Recall: keeps the findings of a full capture, so that the next one is cheap if only values have changed.
 
     capture in full ─► survey, pickle ─► Recall.of: outline, facts, places of the storages, how each tensor is pickled
-    capture         ─► Recall.look(tree): the same outline, the same facts?
+    capture         ─► Recall.recognise(tree): the same outline, the same facts?
                         ├─ yes: sources from where the storages lie now; pickle without asking torch about any tensor
                         └─ no:  None, and the capture is done in full
 
@@ -63,7 +63,7 @@ def snapshot(tree: Any, known: Mapping[int, Any]) -> Snapshot | None:
     """
     copying = _TreeCopier(known)
     try:
-        return Snapshot(copying.of(tree), copying.text_length)
+        return Snapshot(copying.copy(tree), copying.text_length)
     except (_UnknownClassError, RecursionError):
         return None
 
@@ -131,7 +131,7 @@ class ConstantContainers:
             id(value) for node in containers if id(node) in constant for value in _values(node) or ()
         } & inner
         self._constants = [
-            _Constant(place, _TreeCopier(known).of(node), _TreeCopier(known).of(_attributes(node)))
+            _Constant(place, _TreeCopier(known).copy(node), _TreeCopier(known).copy(_attributes(node)))
             for place, node in enumerate(containers)
             if id(node) in constant and id(node) not in below
         ]
@@ -208,7 +208,7 @@ class FastPickling:
         """Return the pickle of `value` and the classes in it (see `Pickling.kinds`), except tensors'. Any thread.
 
         `value`: A tree, with tensors or their stand-ins. `stand_ins`: Stand-ins of its tensors, by id(). Raises one of
-        `REFUSED` where `Pickling.head` would, too.
+        `REFUSED` where `Pickling.pickle` would, too.
         """
         try:
             out, kinds = self._dump(value, stand_ins)
@@ -224,7 +224,7 @@ class FastPickling:
         try:
             pickler.dump(value)
         finally:
-            pickler.forget()
+            pickler.break_cycle()
         return out.getvalue(), pickler.kinds
 
 
@@ -318,10 +318,10 @@ class Recall:
         self._columns = tuple(zip(*places, strict=True)) or ((),) * len(_Place._fields)
         self._empty = [number for number, place in enumerate(places) if not place.nbytes]
         self._checked = asked  # places of all tensors but stand-ins
-        self.entries = entries  # of the layout, for each tensor of `RecognisedTree.walked`
+        self.entries = entries  # of the layout, for each tensor of `RecognisedTree.contents`
         self._constants: ConstantContainers | None = None
         self.last_pickle = LastPickle(0, 0)
-        self.is_valid = True  # False: invalid, `look` recognises no tree any more. Any thread
+        self.is_valid = True  # False: invalid, `recognise` recognises no tree any more. Any thread
 
     @classmethod
     def of(
@@ -338,15 +338,15 @@ class Recall:
 
         `storage_entries`: Storage number to entry of the layout. `leave_out`: Entries that are not copied from a
         storage. `stand_ins`: Entries of stand-ins, which the caller keeps unchanged: their bytes are copied from
-        elsewhere, and `look` does not check them. `pickled`: The job that pickled the tree, and the pickle; None on
-        ranks other than 0.
+        elsewhere, and `recognise` does not check them. `pickled`: The job that pickled the tree, and the pickle; None
+        on ranks other than 0.
         """
         outlined = Outline.of(tree)
         if outlined is None:
             return None
-        outline, walked = outlined
-        tensors = walked.tensors
-        if len(tensors) != len(found.slots) or not all(id(tensor) in found.paths for tensor in tensors):
+        outline, contents = outlined
+        tensors = contents.tensors
+        if len(tensors) != len(found.specs) or not all(id(tensor) in found.paths for tensor in tensors):
             return None
         places: dict[int, _Place] = {}
         entries: list[int] = []
@@ -367,15 +367,15 @@ class Recall:
             return None
         ready = None if pickled is None else FastPickling.of(pickled[0], tensors)
         recall = cls(outline, facts, [*places.values()], ready, tuple(entries), tuple(asked))
-        return recall if pickled is None or recall._matches_torch(tree, walked, *pickled) else None
+        return recall if pickled is None or recall._matches_torch(tree, contents, *pickled) else None
 
     def recognise(self, tree: Mapping[str, Any]) -> RecognisedTree | None:
         """Return the tensors of `tree`, if only values differ from the tree given to `of`; else None."""
-        walked = self._outline.walk(tree) if self.is_valid else None
-        if walked is None:
+        contents = self._outline.walk(tree) if self.is_valid else None
+        if contents is None:
             return None
-        storages = self._facts.storages([*map(walked.tensors.__getitem__, self._checked)])
-        return None if storages is None else RecognisedTree(walked, storages)
+        storages = self._facts.storages([*map(contents.tensors.__getitem__, self._checked)])
+        return None if storages is None else RecognisedTree(contents, storages)
 
     def sources(self, seen: RecognisedTree, entries: int) -> list[StorageSource | None]:
         """Return where the bytes of each entry of the layout lie now."""
@@ -391,18 +391,18 @@ class Recall:
             sources[entry] = source
         return sources
 
-    def pickle(self, tree: Mapping[str, Any], walked: TreeContents) -> tuple[bytes, set[Any]] | None:
-        """Return the bytes of `Pickling.head`, and the classes of values; None if that must report an error."""
+    def pickle(self, tree: Mapping[str, Any], contents: TreeContents) -> tuple[bytes, set[Any]] | None:
+        """Return the bytes of `Pickling.pickle`, and the classes of values; None if that must report an error."""
         resolve_pending(tree)
-        return None if self._fast_pickling is None else self._pickled(tree, self._fast_pickling.stand_ins(walked.tensors))
+        return None if self._fast_pickling is None else self._pickled(tree, self._fast_pickling.stand_ins(contents.tensors))
 
-    def snapshot(self, tree: Mapping[str, Any], walked: TreeContents) -> Snapshot | None:
+    def snapshot(self, tree: Mapping[str, Any], contents: TreeContents) -> Snapshot | None:
         """Copy the tree as it is now; None if a copy of its containers may lose something."""
-        if self._fast_pickling is None or self._constants is None or not walked.is_exact:
+        if self._fast_pickling is None or self._constants is None or not contents.is_exact:
             return None
         known: dict[int, Any] = {
-            **self._fast_pickling.stand_ins(walked.tensors),
-            **self._constants.known(walked.containers),
+            **self._fast_pickling.stand_ins(contents.tensors),
+            **self._constants.replacements(contents.containers),
         }
         return snapshot(tree, known)
 
@@ -418,19 +418,19 @@ class Recall:
         except REFUSED:
             return None
 
-    def _matches_torch(self, tree: Mapping[str, Any], walked: TreeContents, job: Pickling, expected: bytes) -> bool:
+    def _matches_torch(self, tree: Mapping[str, Any], contents: TreeContents, job: Pickling, expected: bytes) -> bool:
         """Whether this recall pickles the tree as torch did. Snapshots are enabled only if theirs is the same, too."""
 
         def same(again: tuple[bytes, set[Any]] | None) -> bool:
             return again is not None and again[0] == expected and again[1] <= job.kinds
 
-        if not same(self.pickle(tree, walked)):
+        if not same(self.pickle(tree, contents)):
             return False
         assert self._fast_pickling is not None
         if self._outline.is_plain:
             with contextlib.suppress(ValueError):
-                self._constants = ConstantContainers(walked.containers, self._fast_pickling.stand_ins(walked.tensors))
-        taken = self.snapshot(tree, walked)
+                self._constants = ConstantContainers(contents.containers, self._fast_pickling.stand_ins(contents.tensors))
+        taken = self.snapshot(tree, contents)
         if taken is not None and same(self.pickle_snapshot(taken)):
             self.last_pickle = LastPickle(len(expected), taken.text_length)
         else:

@@ -92,7 +92,7 @@ class DeferredPickle:
     @property
     def fits(self) -> bool:
         """Whether the pickle will fit, estimated from the last pickle's size and the growth of text since then."""
-        last = self._recall.last
+        last = self._recall.last_pickle
         longer = max(0, self._snapshot.text_length - last.text_length)
         more_bytes = longer * _CHARACTER_BYTES_MAX + _GROWTH_BYTES
         return last.pickle_bytes + more_bytes + len(self._trailer) <= self._skeleton.pickle_reserve_bytes
@@ -105,15 +105,15 @@ class DeferredPickle:
         recall, skeleton = self._recall, self._skeleton
         pickled = recall.pickle_snapshot(self._snapshot)
         if pickled is None or not pickled[1] <= skeleton._accepted:
-            recall.holds = False
+            recall.is_valid = False
             raise StateError(
                 "the plain values of the state cannot be pickled any more; the next save says why"
             )
         data, reserve = pickled[0], skeleton.pickle_reserve_bytes
         if len(data) + len(self._trailer) > reserve:
-            recall.holds = False
+            recall.is_valid = False
             raise Outgrown("", len(data) + len(self._trailer), reserve)
-        recall.last = LastPickle(len(data), self._snapshot.text_length)
+        recall.last_pickle = LastPickle(len(data), self._snapshot.text_length)
         return {skeleton.zip_parts.pickle_entry: pad_pickle(data, self._trailer, reserve)}
 
 
@@ -163,7 +163,7 @@ def plan(
     expanded = shards.expand(united)
     full = expanded.tree
     found = survey(full)
-    if stages is not None and [slot.path for slot in found.slots] != stages.paths:
+    if stages is not None and [slot.path for slot in found.specs] != stages.paths:
         raise StateError(
             "the tensors of this rank are in another order than the ranks have agreed on; save again"
         )
@@ -183,8 +183,8 @@ def plan(
             load_structure(image)
     except REFUSED as error:
         raise explain_refusal(full, found, error) from error
-    patterns = {found.slots[row].path: number for row, number in agreed.split_rows}
-    owned = shards.own(blobs.own(classes), expanded, patterns)
+    patterns = {found.specs[row].path: number for row, number in agreed.split_rows}
+    owned = shards.with_ownership(blobs.with_ownership(classes), expanded, patterns)
     parts = ZipParts.of(image, found, owned)
     blob_entries = blobs.entries(found.numbers, parts.storage_entries)
     # This recall saves the first save a second survey and pickling.
@@ -203,7 +203,7 @@ def plan(
     crcs = {crc_field: 0 for entry in layout.entries for crc_field in entry.crc_fields}
     return Skeleton(
         layout=layout,
-        literals=image.literals.without(
+        literals=image.literals.with_holes(
             [(entry.offset, entry.end) for entry in layout.entries], {**crcs, **parts.constant_crcs}
         ),
         gated=parts.gated,
@@ -241,7 +241,7 @@ def capture(
         if filled is None:
             return None
         united = filled
-    expanded = ExpandedTree(united, {}) if shards is None else shards.again(united)
+    expanded = ExpandedTree(united, {}) if shards is None else shards.expand_again(united)
     if expanded is None:
         return None
     full = expanded.tree
@@ -250,7 +250,7 @@ def capture(
         return None
     sources, data_pkl, tensors, tensor_entries = found
     if shards is not None:
-        tensors = shards.live(expanded, tensors)
+        tensors = shards.live_tensors(expanded, tensors)
         for entry, source in shards.sources(expanded, skeleton._shard_entries).items():
             sources[entry] = source
     contents: dict[int, bytes] = {}
@@ -271,7 +271,7 @@ def _own_blobs(per_rank: Mapping[str, PerRank], skeleton: Skeleton) -> dict[int,
     for name, entries in skeleton._blob_entries.items():
         entry = entries[skeleton.rank]
         reserve = skeleton.layout.entries[entry].nbytes
-        blob = encode(per_rank[name].snapshot(), name=name, beside=per_rank[name].names)
+        blob = encode(per_rank[name].snapshot(), name=name, trailer=per_rank[name].names)
         if len(blob) > reserve:
             raise Outgrown(name, len(blob), reserve)
         blobs[entry] = blob.ljust(reserve, b"\0")
@@ -294,19 +294,19 @@ _CHARACTER_BYTES_MAX = 4  # in UTF-8
 def _capture_by_recall(
     full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool, trailer: bytes
 ) -> _CapturedTree | None:
-    """Return the result of `_in_full`, if only values have changed since its last call; else None."""
+    """Return the result of `_capture_in_full`, if only values have changed since its last call; else None."""
     for recall in skeleton._recalls:
-        seen = recall.look(full)
+        seen = recall.recognise(full)
         if seen is None:
             return None
         sources = recall.sources(seen, len(skeleton.layout.entries))
-        tensors = seen.walked.tensors
+        tensors = seen.contents.tensors
         if skeleton.rank != 0:
             return _CapturedTree(sources, None, tensors, recall.entries)
-        snapshot = recall.snapshot(full, seen.walked) if defer else None
+        snapshot = recall.snapshot(full, seen.contents) if defer else None
         if snapshot is not None and (deferred := DeferredPickle(recall, snapshot, skeleton, trailer)).fits:
             return _CapturedTree(sources, deferred, tensors, recall.entries)
-        pickled = recall.pickle(full, seen.walked)
+        pickled = recall.pickle(full, seen.contents)
         reserve = skeleton.pickle_reserve_bytes
         if (
             pickled is not None
@@ -314,7 +314,7 @@ def _capture_by_recall(
             and pickled[1] <= skeleton._accepted
         ):
             if snapshot is not None:
-                recall.last = LastPickle(len(pickled[0]), snapshot.text_length)
+                recall.last_pickle = LastPickle(len(pickled[0]), snapshot.text_length)
             return _CapturedTree(sources, pad_pickle(pickled[0], trailer, reserve), tensors, recall.entries)
     return None
 
@@ -361,7 +361,7 @@ def _pickle_checked(
     job = Pickling(found)
     entry = skeleton.layout.entries[skeleton.zip_parts.pickle_entry]
     try:
-        pickled = job.head(full)
+        pickled = job.pickle(full)
     except REFUSED as error:
         raise explain_refusal(full, found, error) from error
     if len(pickled) + trailer_bytes > entry.nbytes:

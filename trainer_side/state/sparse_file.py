@@ -241,5 +241,5 @@ class ZipParts:
     def tensors(self, found: Survey) -> tuple[TensorInfo, ...]:
         return tuple(
             TensorInfo(slot.path, slot.dtype, slot.shape, self.storage_entries[slot.storage])
-            for slot in found.slots
+            for slot in found.specs
         )

@@ -101,7 +101,7 @@ class HeldPart(NamedTuple):
 
 
 def is_split(value: object) -> bool:
-    """Whether the value is a part of a tensor: `held` returns which."""
+    """Whether the value is a part of a tensor: `held_part` returns which."""
     return hasattr(type(value), _CHUNKS) or isinstance(value, Split | StagePart) or is_dtensor(value)
 
 
@@ -122,7 +122,7 @@ def held_part(value: object) -> HeldPart | None:
     StateError: the tensor cannot be saved, or restored into, as it is; the message lacks the path.
     """
     if isinstance(value, StagePart):
-        if not value.is_here:
+        if not value.is_present:
             return HeldPart(value.shape, Region((0,), (0,)), value.value)
         if not is_split(value.value):
             local = _plain(value.value.detach())
@@ -138,7 +138,7 @@ def held_part(value: object) -> HeldPart | None:
 
 
 def held_part_at(path: str, value: object) -> HeldPart | None:
-    """As `held`; the message has the path."""
+    """As `held_part`; the message has the path."""
     try:
         return held_part(value)
     except StateError as error:

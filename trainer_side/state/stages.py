@@ -110,8 +110,8 @@ class Stages:
         _, dtype, shape, _ = self._union.table[row]
         if value is None:
             value = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
-            return StagePart(value, tuple(shape), is_here=False)
-        return StagePart(value, tuple(shape), is_here=True)
+            return StagePart(value, tuple(shape), is_present=False)
+        return StagePart(value, tuple(shape), is_present=True)
 
     def _fill_node(self, node: Any, plan: Any, done: dict[int, Any]) -> Any:
         if type(plan) is int:

@@ -168,7 +168,7 @@ class _ShardKey(NamedTuple):
         if isinstance(value, StagePart):
             if is_split(value.value):
                 return cls.of(value.value)
-            return cls(None, value.is_here, value.shape, value.value.dtype, tuple(value.value.shape))
+            return cls(None, value.is_present, value.shape, value.value.dtype, tuple(value.value.shape))
         split = manual_split(value)
         if split is not None:
             return cls(None, split.start, split.shape, split.tensor.dtype, tuple(split.tensor.shape))
@@ -246,11 +246,11 @@ class SplitStandIns:
 
     def expand_again(self, tree: Any) -> ExpandedTree | None:
         """Do as `expand` for a later tree; None if its split tensors are not those of the plan."""
-        if self._places is not None and (seen := self._places.look(tree)) is not None:
+        if self._places is not None and (seen := self._places.match(tree)) is not None:
             paths, new = self._places.paths, tuple.__new__  # `Held(…)` runs Python code for each
             of_plan = map(self._known.__getitem__, paths)
             parts = [
-                new(HeldPart, (known.mark.shape, known.region, local))
+                new(HeldPart, (known.key.shape, known.region, local))
                 for known, local in zip(of_plan, seen.local, strict=True)
             ]
             live = dict(zip(paths, seen.dtensors, strict=True))
@@ -268,13 +268,13 @@ class SplitStandIns:
             if not is_split(value):
                 return value
             known = self._known.get(path)
-            if known is None or _ShardKey.of(value) != known.mark:
+            if known is None or _ShardKey.of(value) != known.key:
                 raise StateError(f"{path} is another part than planned")
             live[path] = live_of(value)
             local = local_of(live[path]).detach()
             if type(local) is not torch.Tensor or not local.is_contiguous():
                 raise StateError(f"{path} lies in another way than planned")
-            found[path] = HeldPart(known.mark.shape, known.region, local)
+            found[path] = HeldPart(known.key.shape, known.region, local)
             return known.stand_in
 
         try:
@@ -307,7 +307,7 @@ class SplitStandIns:
     ) -> dict[int, StorageSource | None]:
         """Map each entry of the layout to its bytes on this rank. `storage_entries`: Stand-in storage → entry."""
         found: dict[int, StorageSource | None] = {}
-        new = tuple.__new__  # as in `again`
+        new = tuple.__new__  # as in `expand_again`
         for address, path in self._path_of.items():
             local, entry = expanded.held[path].local, storage_entries[address]
             start_bytes, nbytes = local.storage_offset() * local.itemsize, local.nbytes

@@ -115,11 +115,11 @@ def survey(tree: Any) -> Survey:
         used[number].include(named)
         placed.append(number)
     parts = tuple(one.part() for one in used)
-    slots = tuple(_spec_of(named, number, parts[number]) for named, number in zip(found, placed, strict=True))
+    specs = tuple(_spec_of(named, number, parts[number]) for named, number in zip(found, placed, strict=True))
     paths: dict[int, str] = {}
     for named in found:
         paths.setdefault(id(named.tensor), named.path)
-    return Survey(slots, parts, numbers, paths, (slots, tuple(part.nbytes for part in parts)))
+    return Survey(specs, parts, numbers, paths, (specs, tuple(part.nbytes for part in parts)))
 
 
 class _UsedRange:
@@ -242,19 +242,19 @@ class Outline:
             kinds = tuple(map(_KINDS.__getitem__, types))
             if _STRANGE in kinds or not _KEYS.issuperset(map(type, keys or ())):
                 return None
-            again = []
+            repeated = []
             for place, (kind, value) in enumerate(zip(kinds, values, strict=True)):
                 if kind is _TENSOR:
                     tensors.append(value)
                 elif kind in _CONTAINERS:
                     if id(value) in seen:
-                        again.append(place)
+                        repeated.append(place)
                     else:
                         seen.add(id(value))
                         containers.append(value)
             tensor_places = tuple(place for place, kind in enumerate(kinds) if kind is _TENSOR)
             container_places = tuple(place for place, kind in enumerate(kinds) if kind in _CONTAINERS)
-            rows.append(_ContainerRow(keys, types, kinds, tensor_places, container_places, tuple(again)))
+            rows.append(_ContainerRow(keys, types, kinds, tensor_places, container_places, tuple(repeated)))
         return cls(rows), TreeContents(tensors, containers, is_exact=True)
 
     @property
@@ -285,9 +285,9 @@ class Outline:
                 tensors.extend(map(values.__getitem__, row.tensors))
             for place in row.containers:
                 value = values[place]
-                if (id(value) in seen) != (place in row.again):
+                if (id(value) in seen) != (place in row.repeated):
                     return None
-                if place not in row.again:
+                if place not in row.repeated:
                     seen.add(id(value))
                     containers.append(value)
         return TreeContents(tensors, containers, is_exact)
@@ -337,8 +337,8 @@ class TensorFacts:
             return None
         same = (
             all(map(eq, map(torch.UntypedStorage.nbytes, storages), self._storage_bytes))
-            and self._shared_storages.hold([*map(_address, storages)])
-            and self._same_objects.hold([*map(id, tensors)])
+            and self._shared_storages.matches([*map(_address, storages)])
+            and self._same_objects.matches([*map(id, tensors)])
         )
         return storages if same else None
 

@@ -47,7 +47,7 @@ def checksums(found: Survey, leave_out: Collection[str]) -> tuple[int, ...]:
     """
     by_view: dict[tuple[object, ...], int] = {}
     on_devices: dict[torch.device, dict[tuple[object, ...], torch.Tensor]] = {}
-    for slot in found.slots:
+    for slot in found.specs:
         view = _view(slot)
         if slot.path in leave_out or view in by_view:
             continue
@@ -59,7 +59,7 @@ def checksums(found: Survey, leave_out: Collection[str]) -> tuple[int, ...]:
             by_view[view] = _host_crc(memory)
     for tensors in on_devices.values():
         by_view.update(zip(tensors, device_crcs([*tensors.values()]), strict=True))
-    return tuple(0 if slot.path in leave_out else by_view[_view(slot)] for slot in found.slots)
+    return tuple(0 if slot.path in leave_out else by_view[_view(slot)] for slot in found.specs)
 
 
 def _view(slot: TensorSpec) -> tuple[object, ...]:
@@ -142,13 +142,13 @@ def _large_crc(memory: torch.Tensor, buffers: Sequence[torch.Tensor]) -> int:
     size = buffers[0].numel()
     pieces = torch.split(memory, size)
 
-    def bring(place: int) -> torch.cuda.Event | None:
+    def copy_piece(place: int) -> torch.cuda.Event | None:
         buffers[place % 2][: pieces[place].numel()].copy_(pieces[place], non_blocking=True)
         return torch.cuda.current_stream(memory.device).record_event() if memory.is_cuda else None
 
-    crc, under_way = 0, bring(0)
+    crc, under_way = 0, copy_piece(0)
     for place, piece in enumerate(pieces):
-        arrived, under_way = under_way, bring(place + 1) if place + 1 < len(pieces) else None
+        arrived, under_way = under_way, copy_piece(place + 1) if place + 1 < len(pieces) else None
         if arrived is not None:
             arrived.synchronize()
         crc = crc32(buffers[place % 2].numpy().data[: piece.numel()], crc)
@@ -192,7 +192,7 @@ def table(
     StateError: a tensor or plain value cannot be saved; names its path.
     """
     needed = {
-        name: reserve_bytes(len(encode(value.snapshot(), name=name, beside=value.names)))
+        name: reserve_bytes(len(encode(value.snapshot(), name=name, trailer=value.names)))
         for name, value in tree.items()
         if isinstance(value, PerRank)
     }
@@ -200,8 +200,8 @@ def table(
     expanded = SplitStandIns().expand(blobs.expand(tree))
     full, held = expanded.tree, expanded.held
     found = survey(full)
-    owned = blobs.own(classify(state, full))
-    for slot in found.slots:
+    owned = blobs.with_ownership(classify(state, full))
+    for slot in found.specs:
         _refuse_unwritable(slot.path)
     keys = {number: key for key, number in found.numbers.items()}
     blob_paths = blobs.paths
@@ -212,7 +212,7 @@ def table(
             *(("bytes", []) if slot.path in blob_paths else (found.description(slot), list(slot.shape))),
             SPLIT if slot.path in held and 0 not in slot.shape else owned[keys[slot.storage]].owner,
         ]
-        for slot in found.slots
+        for slot in found.specs
     ]
     regions = {
         row: (held[path].local.itemsize, held[path].region)
@@ -229,7 +229,7 @@ def table(
                 regions[row] = tensor.itemsize, Region((0,) * tensor.dim(), tuple(tensor.shape))
     try:
         is_pickled = rank == 0 or stage is not None
-        pickle_bytes = len(Pickling(found).head(full)) + trailer_bytes if is_pickled else 0
+        pickle_bytes = len(Pickling(found).pickle(full)) + trailer_bytes if is_pickled else 0
     except REFUSED as error:
         raise explain_refusal(full, found, error) from error
     digest = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
@@ -248,7 +248,7 @@ def _row_checksums(found: Survey, blob_paths: Collection[str], held: Mapping[str
         return whole
     here = {path: part.local for path, part in held.items()}
     local = dict(zip(here, checksums(survey(here), ()), strict=True))
-    return tuple(local.get(slot.path, crc) for slot, crc in zip(found.slots, whole, strict=True))
+    return tuple(local.get(slot.path, crc) for slot, crc in zip(found.specs, whole, strict=True))
 
 
 def _refuse_unwritable(path: str) -> None:

@@ -108,7 +108,7 @@ class PendingNumber:
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """Return `scaler.state_dict()`, with `Arriving` numbers where that would wait for a device. Training thread."""
+    """Return `scaler.state_dict()`, with `PendingNumber` values where that would wait for a device. Training thread."""
     scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
     # A subclass may save something else; before the first batch there are no tensors.
     known = scaler.is_enabled() and type(scaler).state_dict is torch.amp.GradScaler.state_dict
@@ -129,7 +129,7 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 
 def resolve_pending(tree: Mapping[str, Any]) -> None:
-    """Wait for each `Arriving` number in a dict at the tree's top level, and replace it. In place; any thread."""
+    """Wait for each `PendingNumber` in a dict at the tree's top level, and replace it. In place; any thread."""
     for below in tree.values():
         if type(below) is dict:
             for key, value in below.items():
@@ -148,7 +148,7 @@ class UserState:
         for name in list[object](given):
             _refuse_name(name)
         self.current: dict[str, Any] = dict(given)  # content of the next checkpoint; always the same object
-        # Others may put a stand-in into `held`, so the script's changes are found by comparison with `_seen`.
+        # Others may put a stand-in into `current`, so the script's changes are found by comparison with `_last_given`.
         self._last_given: dict[str, Any] = dict(given)
 
     def try_refresh(self) -> StateError | None:
@@ -222,7 +222,7 @@ def collect(state: Mapping[str, Any], *, allow_pending: bool = False) -> dict[st
 
     The tree holds the live tensors, not copies. Training thread.
 
-    `allow_pending`: Numbers that a device still computes may be `Arriving`; `settle` the tree before use.
+    `allow_pending`: Numbers that a device still computes may be `PendingNumber`; call `resolve_pending` before use.
     """
     tree: dict[str, Any] = {}
     for name, value in state.items():

@@ -1,8 +1,8 @@
 """The commit votes: how the training ranks agree on what their local tiers hold, without a stager. Rank 0 decides.
 
-    writer threads    sealed, skipped ─┐                                      ┌─► on_verdict: tier.complete, tier.void
-    training thread   agree, concur, … ┼► outbox ═► rank 0: Rank0Votes ═► Voter ─► answers to `agree`, `concur`
-    watch             notice ──────────┘                                      └─► appointments: a step all ranks save
+    writer threads    vote_sealed ───┐                                      ┌─► on_verdict: tier.complete, tier.void
+    training thread   agree, … ──────┼► outbox ═► rank 0: Rank0Votes ═► Voter ─► the answer to `agree`, `confirm_ready`
+    watch             send_notice ───┘                                      └─► agreed_steps: a step all ranks save
 
 One thread per rank carries the messages; on rank 0 it also decides. No collective operation, no wait without a
 deadline, no spinning: a thread with nothing to do looks every 10 ms.
@@ -47,15 +47,15 @@ _FLUSH_SECONDS_MAX = 10.0
 _TASK = "agrees with the other ranks on what local tiers hold"
 
 
-# The answer to a pending `agree` or `concur`; None: all ranks are ready.
+# The answer to a pending `agree` or `confirm_ready`; None: all ranks are ready.
 PendingQuestion = Future[Agreement | None]
 
 
 class Voter:
     """A rank's part: handles rank 0's messages, and knows which answers the rank still expects. Has no thread.
 
-    The thread of `CommitVotes` calls `hear`, `check_silence` and `end`, and in it `on_verdict` and `on_doubt` are
-    called; other methods belong to any thread. `appointments` are those of a job without a stager. A sealed slice waits
+    The thread of `CommitVotes` calls `handle`, `check_silence` and `end`, and in it `on_verdict` and `on_doubt` are
+    called; other methods belong to any thread. `agreed_steps` are those of a job without a stager. A sealed slice waits
     for its verdict for `silence_seconds_max`.
     """
 
@@ -160,7 +160,7 @@ class CommitVotes(RankCouncil):
     """One rank's votes on slices, its questions to the other ranks, and the thread that carries both. Any thread.
 
     The thread of the votes calls `on_verdict` with every verdict, and `on_poll` repeatedly, even after rank 0 has
-    stopped deciding. `appointments`: The step at which this rank acts on a notice; only in a job without a stager.
+    stopped deciding. `agreed_steps`: The step at which this rank acts on a notice; only in a job without a stager.
     `rank0`: Decides, on rank 0; if None there, neither preemption nor replicas are handled.
     """
 
@@ -205,7 +205,7 @@ class CommitVotes(RankCouncil):
 
     def vote_sealed(self, tier: int, order: Order, layout: str) -> None:
         """Vote for a step: this rank has sealed its slice in this tier. Called once for each slice."""
-        self._voter.sealed(tier, order, self._clock())
+        self._voter.expect_verdict(tier, order, self._clock())
         self._vote(Kind.SEALED, tier, order, wire.encode_text(layout))
 
     def vote_skipped(self, tier: int, order: Order, why: Reason) -> None:
@@ -213,7 +213,7 @@ class CommitVotes(RankCouncil):
         self._vote(Kind.SKIPPED, tier, order, reason_body(why))
 
     def compare(self, order: Order, layout_digest: str, fingerprints: str) -> None:
-        """Ask rank 0 to compare this rank's replicas with the other ranks'. Precedes `sealed` of the step."""
+        """Ask rank 0 to compare this rank's replicas with the other ranks'. Precedes `vote_sealed` of the step."""
         self._send_root(fingerprints_frame(order, layout_digest, fingerprints))
 
     def limit_wait(self, seconds_max: float) -> None:
@@ -232,22 +232,22 @@ class CommitVotes(RankCouncil):
             raise error or refused from None
         assert error is None
 
-    def fits(self, step: int) -> None:
+    def send_fits(self, step: int) -> None:
         if self.problem is None:
             self._send_root(wire.encode(Kind.FITS, step=step))
 
-    def make_room(self, needed_bytes: int) -> None:
+    def announce_room(self, needed_bytes: int) -> None:
         assert self._rank == ROOT
         self._send_root(wire.encode(Kind.ROOM, arg=pickle_reserve_bytes(needed_bytes)))
 
-    def doubt(self, doubt: Doubt) -> None:
+    def send_doubt(self, doubt: Doubt) -> None:
         if self.problem is None:
             self._send_root(doubt.to_frame(Kind.DOUBT, attempt=0))
 
     def set_doubt_callback(self, call: Callable[[Doubt], None]) -> None:
         self._voter.on_doubt = call
 
-    def notice(self, notice: Notice) -> None:
+    def send_notice(self, notice: Notice) -> None:
         if self.problem is not None:
             _log.error(
                 "rank %d: %s; the ranks no longer agree on anything, so no extra checkpoint is taken",
@@ -271,8 +271,8 @@ class CommitVotes(RankCouncil):
         self._send_root(wire.encode(kind, attempt=attempt, step=step, arg=tier, body=body))
 
     def _ask(self, message: bytes, what: str) -> Agreement | None:
-        question = self._voter.asks()
-        if self.problem is not None:  # read after `asks`, so that a later problem answers the question
+        question = self._voter.start_question()
+        if self.problem is not None:  # read after `start_question`, so that a later problem answers the question
             raise self.problem
         self._send_root(message)
         limit = self._answer_seconds_max
@@ -334,7 +334,7 @@ class CommitVotes(RankCouncil):
         except ProtocolError as error:
             raise ProtocolError(f"rank {rank}: {error}") from error
         if self._rank0 is not None:
-            self._broadcast(self._rank0.hear(rank, frame, self._clock()))
+            self._broadcast(self._rank0.handle(rank, frame, self._clock()))
         elif rank == ROOT:
             self._handle_root_message(frame)
         else:
@@ -350,7 +350,7 @@ class CommitVotes(RankCouncil):
             self._handle_root_message(decode(message))
 
     def _handle_root_message(self, frame: Frame) -> None:
-        reply = self._voter.hear(frame)
+        reply = self._voter.handle(frame)
         if reply is not None:
             self._send_root(reply)
 
@@ -361,7 +361,7 @@ class CommitVotes(RankCouncil):
         new, self._lost = lost - self._lost, lost
         if self._rank0 is not None:
             for rank in sorted(new):
-                self._broadcast(self._rank0.died(rank))
+                self._broadcast(self._rank0.rank_died(rank))
         elif ROOT in new and self._leave_deadline is None:
             raise PeerLost("rank 0 of the training ranks is dead")
 

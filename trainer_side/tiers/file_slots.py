@@ -1,8 +1,8 @@
 """Chooses the slot of the next slice, and the slices to keep: a pure core, without bytes and without a clock.
 
-    MISSING ─ made ─► FREE ─ begin ─► WRITING ─ sealed ─► SEALED ─ begin of a later step ─► WRITING …
-                       ▲                │                   │
-                       └─── release ────┘                   kept while it is pending, or the newest that is complete
+    MISSING ─ mark_made ─► FREE ─ begin ─► WRITING ─ mark_sealed ─► SEALED ─ begin of a later step ─► WRITING …
+                            ▲                │                        │
+                            └─── release ────┘                  kept while it is pending, or the newest that is complete
 
 The order of steps is that of PCcheck (ASPLOS 2025, listing 1): a counter, here `(attempt, step)`. A slice that is ready
 after a newer step is complete frees its own slot. PCcheck frees the older slot as soon as this process has written the
@@ -47,7 +47,8 @@ class _Slot:
 class FileSlots:
     """The slots of one slot file. Not thread-safe.
 
-    `found`: slices that an earlier process has sealed, by slot. `missing`: slots that wait for `made`; none of `found`.
+    `found`: slices that an earlier process has sealed, by slot. `missing`: slots that wait for `mark_made`; none of
+    `found`.
     """
 
     def __init__(

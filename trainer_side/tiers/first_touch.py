@@ -122,7 +122,7 @@ def fill_file(descriptor: int, path: Path, nbytes: int) -> None:
     os.ftruncate(descriptor, nbytes)
     # `reserve` reports any error.
     with mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED) as mapped, contextlib.suppress(OSError):
-        make_pages(mapped, 0, nbytes, beside=False)
+        make_pages(mapped, 0, nbytes, background=False)
 
 
 def make_pages(
@@ -136,7 +136,7 @@ def make_pages(
         mapped.madvise(mmap.MADV_HUGEPAGE, offset, nbytes)
     place = ctypes.c_ubyte.from_buffer(mapped)
     try:
-        populate(ctypes.addressof(place) + offset, nbytes, beside=background, stopped=stopped)
+        populate(ctypes.addressof(place) + offset, nbytes, background=background, stopped=stopped)
     except OSError as error:
         if error.errno != errno.EFAULT:
             raise
@@ -175,5 +175,5 @@ def cores_of_rank() -> int:
     usable = len(os.sched_getaffinity(0))
     if usable < (os.cpu_count() or 1):
         return usable  # the launcher has bound the ranks to cores
-    background = max((int(os.environ.get(name) or "1") for name in _RANKS_BESIDE), default=1)
-    return max(1, usable // max(1, background))
+    beside = max((int(os.environ.get(name) or "1") for name in _RANKS_BESIDE), default=1)
+    return max(1, usable // max(1, beside))

@@ -70,11 +70,11 @@ class TierReport:
             {
                 "tier": tier.name,
                 "nearness": tier.nearness.value,
-                "how": tier.how,
+                "how": tier.write_mode,
                 "slice_bytes": sum(frame.nbytes for frame in write.frames),
                 "written_bytes": outcome.written_bytes,
                 "seconds": outcome.seconds,
-                "crc_seconds": write.sum_seconds,
+                "crc_seconds": write.crc_seconds,
                 "direct": write.source_tier == outcome.tier,
             },
             step=write.step,
@@ -116,7 +116,7 @@ class LocalTiers(TierSet):
     """The tiers of a rank that has some: slots for each step, the threads that write them, and the ranks' votes.
 
     `tiers`: Opened, in the order of the setting, nearest first. `inventory`: The steps that were found in them.
-    `appointments`: The step at which this rank acts on a notice; only in a job without a stager.
+    `agreed_steps`: The step at which this rank acts on a notice; only in a job without a stager.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class LocalTiers(TierSet):
             threads.number,
             f"kept in {threads.tier.name} of every rank's machine",
             attempt=self.attempt,
-            fraction=threads.fraction,
+            fraction=threads.written_fraction,
             events=self._report.events,
         )
 
@@ -206,14 +206,14 @@ class LocalTiers(TierSet):
     def _is_idle_in(self, threads: TierWriterThreads) -> bool:
         """Whether no work in flight could free a slot of this tier."""
         # The threads are checked twice: a step may move between them and the votes meanwhile.
-        return threads.idle and not self._votes.undecided and threads.idle
+        return threads.is_idle and not self._votes.undecided and threads.is_idle
 
     # -- before the first step -----------------------------------------------------------------------------------
 
-    def restored(self, order: Order, whole_in: Collection[str] = ()) -> None:
-        self._restored = order, frozenset(whole_in)
+    def set_restored(self, order: Order, intact_in: Collection[str] = ()) -> None:
+        self._restored = order, frozenset(intact_in)
 
-    def follow(self, attempt: int) -> None:
+    def set_attempt(self, attempt: int) -> None:
         if attempt > self.attempt:
             self._earlier_attempts = (*self._earlier_attempts, self.attempt)
             self.attempt = attempt
@@ -232,7 +232,7 @@ class LocalTiers(TierSet):
                 continue
             self._tiers_without_room.pop(threads.number, None)
             threads.ensure_threads(self._writers_per_tier or tier.writers)
-            _log.info("rank %d: tier %s: %s", self._rank, tier.name, tier.how)
+            _log.info("rank %d: tier %s: %s", self._rank, tier.name, tier.write_mode)
         self._layout, self._frames = layout, frames_of(layout, self._rank)
         if self._watch is not None:
             self._watch.laid_out(layout)
@@ -248,7 +248,7 @@ class LocalTiers(TierSet):
 
         # Not on the training thread, which a hanging device must not block.
         limit = self._prepare_seconds_max
-        threads.calls.ask("making room for slices", prepare, seconds_max=limit, late=lambda _: None)
+        threads.calls.call_with_deadline("making room for slices", prepare, seconds_max=limit, late=lambda _: None)
 
     def slot_memories(self) -> Sequence[memoryview]:
         return self.tiers[0].memories() if self.is_direct else ()
@@ -277,10 +277,10 @@ class LocalTiers(TierSet):
                 continue
             writers[number] = taken
             if self._preemption is not None:
-                self._preemption.began(number, order, layout.image_bytes)
+                self._preemption.record_begun(number, order, layout.image_bytes)
         if not writers:
             return None
-        self.begun = order
+        self.last_begun = order
         direct = self.is_direct and 0 in writers and writers[0].memory is not None
         return TierWrite(
             order,
@@ -297,7 +297,7 @@ class LocalTiers(TierSet):
         """Return why this tier takes no step now; None if it does."""
         if (problem := self._votes.problem) is not None:
             return DeclineCause.LOST.because(problem)
-        return self._tiers_without_room.get(threads.number) or threads.calls.hangs
+        return self._tiers_without_room.get(threads.number) or threads.calls.hang_reason
 
     def _acquire_slot(self, threads: TierWriterThreads, order: Order, wait_until: float) -> SliceWriter | Reason:
         try:
@@ -323,13 +323,13 @@ class LocalTiers(TierSet):
         if tier.nearness is not Nearness.PM:
             return tier.begin(*order)
 
-        def give_back(writer: SliceWriter | None) -> None:
+        def abandon_late(writer: SliceWriter | None) -> None:
             if writer is not None:
                 writer.abandon()
 
         # `begin` may flush persistent memory, and the training thread must not hang with the device.
         what, limit = f"a slot for step {order[1]}", self._call_seconds_max
-        return threads.calls.ask(what, lambda: tier.begin(*order), seconds_max=limit, late=give_back)
+        return threads.calls.call_with_deadline(what, lambda: tier.begin(*order), seconds_max=limit, late=abandon_late)
 
     def keep(self, write: TierWrite, area: SliceSource | None) -> None:
         write.area = area
@@ -341,10 +341,10 @@ class LocalTiers(TierSet):
         write.link_released.set()
         self.keep(write, None)
 
-    def prove(self, order: Order, digest: Digest) -> None:
+    def keep_proof(self, order: Order, digest: Digest) -> None:
         for threads in self._threads:
             if threads.tier.keeps_proofs:
-                threads.prove(StepProof(order, digest))
+                threads.queue_proof(StepProof(order, digest))
 
     def skip(self, step: int, reason: Reason) -> None:
         if step > self._newest_step:
@@ -352,7 +352,7 @@ class LocalTiers(TierSet):
             for number in range(len(self._threads)):
                 self._vote_skipped(number, (self.attempt, step), reason, counted=False)
 
-    def let_go(self, write: TierWrite) -> None:
+    def release_area(self, write: TierWrite) -> None:
         reason = DeclineCause.HANGS.because("the tier has not released the staging area in time")
         for number in write.writers:
             self._threads[number].give_up(write, reason)
@@ -363,14 +363,14 @@ class LocalTiers(TierSet):
         if outcome.reason is not None:
             self._vote_skipped(outcome.tier, write.order, outcome.reason)
             return
-        self._report.kept(self.tiers[outcome.tier], outcome)
-        self._votes.sealed(outcome.tier, write.order, write.layout_digest)
+        self._report.report_kept(self.tiers[outcome.tier], outcome)
+        self._votes.vote_sealed(outcome.tier, write.order, write.layout_digest)
 
     def _vote_skipped(self, number: int, order: Order, reason: Reason, *, counted: bool = True) -> None:
         """Report that a tier does not keep a step. `counted`: False if this rank did not save the step at all."""
-        self._report.skipped(self.tiers[number], order, reason, counted=counted)
+        self._report.report_skipped(self.tiers[number], order, reason, counted=counted)
         # Also for a step that rank 0 has called void: rank 0 remembers it until every rank has voted.
-        self._votes.skipped(number, order, reason)
+        self._votes.vote_skipped(number, order, reason)
 
     # -- the thread of the votes ---------------------------------------------------------------------------------
 
@@ -379,16 +379,16 @@ class LocalTiers(TierSet):
             return
         if verdict.complete:
             self.complete_step = max(self.complete_step, verdict.order[1])
-        self._report.judged(self.tiers[verdict.tier], verdict)
-        self._threads[verdict.tier].judge(verdict)
+        self._report.report_verdict(self.tiers[verdict.tier], verdict)
+        self._threads[verdict.tier].queue_verdict(verdict)
 
     def _poll_threads(self) -> None:
         for threads in self._threads:
-            threads.look()
+            threads.poll()
 
     # -- doubts, and the end -------------------------------------------------------------------------------------
 
-    def doubt(self, doubt: Doubt) -> None:
+    def mark_doubtful(self, doubt: Doubt) -> None:
         # In a thread of its own, because a device may be slow.
         if doubt.steps is not None:
             thread = threading.Thread(target=self._mark, args=(doubt,), daemon=True)
@@ -399,7 +399,7 @@ class LocalTiers(TierSet):
         for tier in self.tiers:
             try:
                 for attempt in (*self._earlier_attempts, self.attempt):
-                    tier.doubt(DoubtedSteps(attempt, doubt))
+                    tier.record_doubt(DoubtedSteps(attempt, doubt))
             except (HoldfastError, OSError) as error:
                 _log.error(
                     "rank %d: tier %s cannot record that steps are doubtful, so restore may use them: %s",
@@ -416,7 +416,7 @@ class LocalTiers(TierSet):
         for thread in tuple(self._marking):
             thread.join(seconds_max)
         deadline = time.monotonic() + seconds_max
-        while not all(threads.idle for threads in self._threads) and time.monotonic() < deadline:
+        while not all(threads.is_idle for threads in self._threads) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         self._votes.close(max(0.0, deadline - time.monotonic()))
         for threads in self._threads:
@@ -427,5 +427,5 @@ class LocalTiers(TierSet):
                     "rank %d: tier %s %s at close; every slice that is sealed in it stays",
                     self._rank,
                     threads.tier.name,
-                    threads.calls.hangs or f"was not done after waiting {seconds_max:g} s",
+                    threads.calls.hang_reason or f"was not done after waiting {seconds_max:g} s",
                 )

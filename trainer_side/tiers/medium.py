@@ -42,7 +42,7 @@ class Medium(Protocol):
     """A file of fixed size, all of its room reserved. Any thread. StoreError: the device refused."""
 
     @property
-    def how(self) -> str:
+    def write_mode(self) -> str:
         """The way of writing, in a few words."""
 
     @property
@@ -166,8 +166,8 @@ class MappedFile:
         if not missing_bytes(self.path):
             populate(self._address, len(self._view), write=False)
 
-    def make(self, offset: int, nbytes: int, *, beside: bool, stopped: Callable[[], bool]) -> None:
-        make_pages(self._map, offset, nbytes, beside=beside, stopped=stopped)
+    def make(self, offset: int, nbytes: int, *, background: bool, stopped: Callable[[], bool]) -> None:
+        make_pages(self._map, offset, nbytes, background=background, stopped=stopped)
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:
         return self._view[offset : offset + nbytes]
@@ -234,7 +234,7 @@ class PmFile(MappedFile):
 
     DAX, and libpmem         MAP_SYNC; copies by libpmem, durable when `write` returns; flush: nothing to do
     no DAX, or no libpmem    an ordinary mapping; flush: msync
-    PMEM_IS_PMEM_FORCE=1     like the first on any file system: a stand-in for measuring, and `how` says so
+    PMEM_IS_PMEM_FORCE=1     like the first on any file system: a stand-in for measuring, and `write_mode` says so
 
     MAP_SYNC needs libpmem: pages that are mapped with it are not marked dirty, so msync would leave bytes in the caches
     that only libpmem can write back.

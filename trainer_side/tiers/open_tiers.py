@@ -46,7 +46,7 @@ def open_tiers(config: TrainerConfig, run_url: str) -> list[Tier]:
 
 
 def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: int | None = None) -> Tier:
-    """Return the tier that `spec` names. Nothing on disk is touched before `prepare` or `kept`.
+    """Return the tier that `spec` names. Nothing on disk is touched before `prepare` or `kept_slices`.
 
     `slots` is the number of slices that a rank has room for: one, plus one for each checkpoint in flight. `writers` is
     the number of threads that write at once. Without a value, `prepare` measures the device for a second and chooses

@@ -36,7 +36,7 @@ def farthest(tiers: Sequence[Tier]) -> int:
 
 
 class Rank0PreemptionCoordinator:
-    """Runs on the votes' thread of rank 0, except `began`, which belongs to the training thread.
+    """Runs on the votes' thread of rank 0, except `record_begun`, which belongs to the training thread.
 
     Methods return messages to all ranks, this one included, in order.
 

@@ -65,7 +65,7 @@ class Rank0Votes:
     ) -> None:
         self._ranks, self._preemption, self._watch = ranks, preemption, watch
         self._votes = VoteCount(ranks, seconds_max=limits.seal_seconds_max)
-        self._round = LayoutRound(ranks, limits.agree_seconds_max, who="rank 0")
+        self._round = LayoutRound(ranks, limits.agree_seconds_max, leader="rank 0")
         self._start = StartBarrier(ranks, limits.agree_seconds_max)
         self._left: set[int] = set()
 
@@ -80,28 +80,28 @@ class Rank0Votes:
         match frame.kind:
             case Kind.SEALED:
                 self._notify_preemption(frame)
-                return self._verdicts(self._votes.sealed(rank, frame.arg, order, wire.decode_text(frame), now))
+                return self._verdicts(self._votes.count_sealed(rank, frame.arg, order, wire.decode_text(frame), now))
             case Kind.SKIPPED:
                 self._notify_preemption(frame)
                 if self._preemption is not None and rank == ROOT:
-                    self._preemption.gave_up(frame.arg, order)
-                return self._verdicts(self._votes.skipped(rank, frame.arg, order, read_reason(frame)))
+                    self._preemption.record_given_up(frame.arg, order)
+                return self._verdicts(self._votes.count_skipped(rank, frame.arg, order, read_reason(frame)))
             case Kind.DONE if self._watch is not None:
-                error = self._watch.hear(rank, frame)
+                error = self._watch.handle(rank, frame)
                 return self._verdicts(self._votes.refuse(order, Reason.of_error(error))) if error else []
             case Kind.PROPOSE:
                 return _encode_answer(self._round.propose(rank, self._round.read(frame), now))
             case Kind.FITS:
-                return _encode_answer(self._round.fits(rank, frame.step))
+                return _encode_answer(self._round.record_fits(rank, frame.step))
             case Kind.READY:
                 code, message = _read_refusal(frame)
-                return _encode_answer(self._start.ready(rank, code, message, now))
+                return _encode_answer(self._start.mark_ready(rank, code, message, now))
             case Kind.ROOM if rank == ROOT:
                 return [wire.encode(Kind.ROOM, arg=frame.arg)]
             case Kind.DOUBT:
                 return [_doubted_message(rank, frame)]
             case Kind.NOTICE | Kind.AT if self._preemption is not None:
-                return self._preemption.hear(rank, frame)
+                return self._preemption.handle(rank, frame)
             case Kind.BYE:
                 return self._rank_left(rank, "has ended", has_exited=True)
             case _:
@@ -111,24 +111,24 @@ class Rank0Votes:
         return self._rank_left(rank, "is dead")
 
     def tick(self, now: float) -> list[bytes]:
-        if late := self._round.late(now):
+        if late := self._round.late_warning(now):
             _log.warning("%s", late)
         messages = self._verdicts(self._votes.overdue(now))
-        for error in (self._round.overdue(now), self._start.overdue(now)):
+        for error in (self._round.expire(now), self._start.overdue(now)):
             messages += _encode_answer(error)
         return messages + (self._preemption.tick() if self._preemption is not None else [])
 
     def _notify_preemption(self, frame: Frame) -> None:
         # Before the votes are counted, so that the coordinator gets the ranks' votes before the verdict.
         if self._preemption is not None:
-            self._preemption.told(frame.arg, (frame.attempt, frame.step))
+            self._preemption.on_vote(frame.arg, (frame.attempt, frame.step))
 
     def _rank_left(self, rank: int, why: str, *, has_exited: bool = False) -> list[bytes]:
         self._left.add(rank)
-        messages = self._preemption.left(rank, why) if self._preemption is not None else []
+        messages = self._preemption.rank_left(rank, why) if self._preemption is not None else []
         messages += self._verdicts(self._votes.lost(rank, why))
         reason = f"rank {rank} {why}"
-        for error in (self._round.lost(rank, reason, has_exited=has_exited), self._start.lost(reason)):
+        for error in (self._round.record_lost(rank, reason, has_exited=has_exited), self._start.lost(reason)):
             messages += _encode_answer(error)
         return messages
 
@@ -137,7 +137,7 @@ class Rank0Votes:
         for verdict in verdicts:
             messages.append(verdict.to_frame())
             if self._preemption is not None:
-                messages += self._preemption.judged(verdict)
+                messages += self._preemption.on_verdict(verdict)
         return messages
 
 
@@ -367,7 +367,7 @@ class ReplicaComparison:
         divergence = self._replicas.compare(layout, step, fingerprints)
         if divergence is None:
             return None
-        if self._replicas.is_news(divergence):
+        if self._replicas.is_new(divergence):
             _log.error("%s", divergence.message)
             self._events.emit("divergence", divergence.to_json(), step=step)
         return StateError(divergence.message) if self._refuses else None

@@ -159,7 +159,7 @@ class SlotFiles:
             raise
 
         def make(slot: int, stopped: threading.Event) -> None:
-            self._make_pages(path, medium, found.superblock, slot, beside=True, stopped=stopped.is_set)
+            self._make_pages(path, medium, found.superblock, slot, background=True, stopped=stopped.is_set)
 
         what = f"rank {found.superblock.rank}: not all slots are made"
         opened = OpenSlots(
@@ -215,7 +215,7 @@ class SlotFiles:
         later = [slot for slot in missing if slot in free[1:]]
         for slot in missing:
             if slot not in later:
-                self._make_pages(path, medium, found.superblock, slot, beside=False, stopped=lambda: False)
+                self._make_pages(path, medium, found.superblock, slot, background=False, stopped=lambda: False)
         return later
 
     def _make_pages(
@@ -225,7 +225,7 @@ class SlotFiles:
         superblock: Superblock,
         slot: int,
         *,
-        beside: bool,
+        background: bool,
         stopped: Callable[[], bool],
     ) -> None:
         assert isinstance(medium, MappedFile)
@@ -234,7 +234,7 @@ class SlotFiles:
         if free is not None and free < min(end - begin, missing_bytes(path)):
             raise self._no_room(superblock, f"too full for slot {slot}")
         try:
-            medium.make(begin, end - begin, beside=beside, stopped=stopped)
+            medium.make(begin, end - begin, background=background, stopped=stopped)
         except OSError as error:
             raise self._no_room(superblock, f"slot {slot}: {error.strerror}") from error
 

@@ -77,10 +77,10 @@ class SlotTier(Tier):
         self._leftovers = False  # files of other layouts may exist
 
     @property
-    def how(self) -> str:
+    def write_mode(self) -> str:
         if self._open is None:
             return "not prepared"
-        return f"{self._open.file.medium.how}, {self.writers} writer{'s' if self.writers > 1 else ''}"
+        return f"{self._open.file.medium.write_mode}, {self.writers} writer{'s' if self.writers > 1 else ''}"
 
     @property
     def writers(self) -> int:
@@ -114,7 +114,7 @@ class SlotTier(Tier):
             self._leftovers = True
             if now is not None:
                 now.retire()
-            _log.info("tier %s: %s, %d slots in %s", self.name, self.how, self.slots, self._open.file.source)
+            _log.info("tier %s: %s, %d slots in %s", self.name, self.write_mode, self.slots, self._open.file.source)
 
     @property
     def is_making_slots(self) -> bool:
@@ -149,15 +149,15 @@ class SlotTier(Tier):
         if self._open is not None:
             self._open.void((attempt, step))
 
-    def doubt(self, steps: DoubtedSteps) -> None:
+    def record_doubt(self, steps: DoubtedSteps) -> None:
         opened = self._open
         if opened is not None:
             self._place.write_doubt(opened.rank, steps)
 
-    def prove(self, attempt: int, step: int, digest: Digest) -> None:
+    def keep_proof(self, attempt: int, step: int, digest: Digest) -> None:
         opened = self._open
         if opened is not None:  # otherwise another process may be writing here
-            opened.prove((attempt, step), digest, self._place.replace_file)
+            opened.keep_proof((attempt, step), digest, self._place.replace_file)
 
     def proof(self, kept: SealedSlice) -> Digest | None:
         seal, path = kept.seal, proof_path(Path(kept.place), kept.slot)
@@ -168,7 +168,7 @@ class SlotTier(Tier):
         except StoreMissing:
             return None
 
-    def kept(self) -> list[SealedSlice]:
+    def kept_slices(self) -> list[SealedSlice]:
         self._damage = []
         if not self._place.check():
             return []
@@ -187,7 +187,7 @@ class SlotTier(Tier):
     def read_into(self, kept: SealedSlice, offset: int, view: memoryview) -> None:
         self._fill(functools.partial(read_fully, Path(kept.place)), kept, offset, view)
 
-    def opened(self, kept: SealedSlice) -> Callable[[int, memoryview], None]:
+    def open_reader(self, kept: SealedSlice) -> Callable[[int, memoryview], None]:
         if self.nearness is not Nearness.MEMORY:
             return functools.partial(self.read_into, kept)
         path = Path(kept.place)

@@ -99,7 +99,7 @@ class OpenSlots:
 
     def _on_pages_made(self, slot: int) -> None:
         with self._core:
-            self._slots.made(slot)
+            self._slots.mark_made(slot)
 
     def _on_pages_ended(self) -> None:
         with self._core:
@@ -125,7 +125,7 @@ class OpenSlots:
     def unseal(self, slot: int) -> None:
         """Make sure that no reader finds the slot sealed from now on, and remove its proof."""
         with self._record:
-            if self.file.names(slot):
+            if self.file.may_be_sealed(slot):
                 self._commit()
                 reach(Point.SLOT_UNSEALED)
             with suppress(OSError):  # a leftover proof counts for no other slice
@@ -156,7 +156,7 @@ class OpenSlots:
             self._seals[slot] = commitment
             self._commit(slot, SlotEntry((commitment.attempt, commitment.step)))
             with self._core:
-                self._slots.sealed(slot)
+                self._slots.mark_sealed(slot)
                 self._writer_done()
 
     def release(self, slot: int) -> None:
@@ -233,17 +233,17 @@ class SlotWriter:
             missing = [frame for frame in range(len(self._slots.frames)) if frame not in self._crcs]
             if missing:
                 raise StoreError(
-                    f"{self._description}: {len(missing)} of {len(self._slots.frames)} frames are missing, the first is "
-                    f"{missing[0]}; write them first"
+                    f"{self._description}: {len(missing)} of {len(self._slots.frames)} frames are missing, "
+                    f"the first is {missing[0]}; write them first"
                 )
             self._is_finished = True
         try:
             commitment = self._write_seal(record)
         except BaseException:
-            self._slots.give_back(self._slot)
+            self._slots.release(self._slot)
             raise
         if commitment is None:
-            self._slots.give_back(self._slot)
+            self._slots.release(self._slot)
         return commitment is not None
 
     def abandon(self) -> None:
@@ -254,7 +254,7 @@ class SlotWriter:
             self._is_finished = True
             idle = not self._writing
         if idle:
-            self._slots.give_back(self._slot)
+            self._slots.release(self._slot)
 
     @property
     def _description(self) -> str:
@@ -281,7 +281,8 @@ class SlotWriter:
         reach(Point.SLOT_FLUSHED)
         if slots.file.failed_flushes != self._failed_flushes:
             raise StoreError(
-                f"{self._description}: a flush of the file has failed since the slice was begun, and may have lost bytes of it"
+                f"{self._description}: a flush of the file has failed since the slice was begun, and may have lost "
+                "bytes of it"
             )
         if not slots.is_wanted(self._slot):
             return None
@@ -300,4 +301,4 @@ class SlotWriter:
             self._writing -= 1
             abandoned = self._is_finished and not self._writing
         if abandoned:
-            self._slots.give_back(self._slot)
+            self._slots.release(self._slot)

@@ -6,7 +6,7 @@
       seal(...)               bytes durable, then the seal; only then the slice exists
     complete(order)           every rank has sealed that step: older ones may be overwritten
     void(order)               some rank will never seal that step: it may be overwritten
-    kept()                    sealed slices in this tier, of any rank and any attempt
+    kept_slices()             sealed slices in this tier, of any rank and any attempt
     read_into                 for restore
 
 Every tier keeps these rules, and the conformance suite tests them (`tests/conformance/test_tier.py`):
@@ -146,7 +146,7 @@ class SliceKeeper(ABC):
         """Return all sealed slices of this run, of any rank, newest first. Reads seals, not slices."""
 
     def damage(self) -> Sequence[str]:
-        """Return the slices that the last `kept` has left out, with reasons. The thread that called `kept`."""
+        """Return the slices that the last `kept_slices` has left out, with reasons. The thread that called it."""
         return ()
 
     @abstractmethod
@@ -166,7 +166,7 @@ class SliceKeeper(ABC):
 
 
 class Tier(SliceKeeper):
-    """One tier of one rank. Different threads may call `begin`, `complete`, `void` and `kept`.
+    """One tier of one rank. Different threads may call `begin`, `complete`, `void` and `kept_slices`.
 
     StoreError: the device refused.
     """

@@ -250,4 +250,4 @@ def _try_lock(fd: int, *, last: bool) -> bool:
     return True
 
 
-os.register_at_fork(after_in_child=RankLock._forget)
+os.register_at_fork(after_in_child=RankLock._release_in_child)

@@ -1,6 +1,6 @@
 """The steps that the tiers of all ranks hold when a job begins: complete or not, in each tier, and the newest attempt.
 
-    every rank: tier.kept() ─► sent to all ─► the same inventory on every rank
+    every rank: kept_slices() ─► sent to all ─► the same inventory on every rank
 
 This is collective, in the main thread, before the first step. Slices of jobs with other numbers of ranks count as well.
 """
@@ -36,7 +36,7 @@ class TierInventory:
         They protect the newest step that all ranks have whole until there is a newer one. That step comes first, and
         the useless newer steps after it: a rank that is killed in between loses nothing.
 
-        For `restored` (None: nothing was restored) and `whole_in` see `TierSet.restored`.
+        For `restored` (None: nothing was restored) and `intact_in` see `TierSet.set_restored`.
         """
         complete, partial = self.complete[number], self.partial[number]
         damaged = bool(whole_in) and name not in whole_in  # damaged here, and whole elsewhere
@@ -59,7 +59,7 @@ class TierInventory:
 def list_kept(tier: SliceKeeper, seconds_max: float) -> list[SealedSlice]:
     """Return the slices that a tier keeps. StoreError: the tier has not answered in time."""
     try:
-        return within(tier.kept, seconds_max, name="holdfast-tier-kept")
+        return within(tier.kept_slices, seconds_max, name="holdfast-tier-kept")
     except TimeoutError:
         raise StoreError(
             f"{tier.name} hangs: it has not listed its slices within {seconds_max:g} s; look at the kernel's messages "

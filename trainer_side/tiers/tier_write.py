@@ -1,6 +1,6 @@
 """One step in flight to this rank's tiers: the area that they read, and the progress of each tier.
 
-    area (being filled) ── is_ready(frame) ─► sum, once for all tiers ─► each tier writes it ─► … ─► seal
+    area (being filled) ── is_ready(frame) ─► frame_crc, once for all tiers ─► each tier writes it ─► … ─► seal
                                                                               └── or gives it up
 
 The tiers read the area until `released` is set: then each of them has sealed its slice, or given it up.

@@ -145,7 +145,7 @@ class WriteOutcome(NamedTuple):
 class TierWriterThreads:
     """The threads of one tier, and the slices and verdicts in flight to it. Any thread.
 
-    `on_end` is called at the end of each slice, in a thread of the tier or in that of `look`, before the area is
+    `on_end` is called at the end of each slice, in a thread of the tier or in that of `poll`, before the area is
     released. One call of the tier may take `call_seconds_max`; all calls go through `calls`.
     """
 
@@ -185,7 +185,7 @@ class TierWriterThreads:
         """Whether no slice and no verdict is in flight to the tier, or the tier hangs."""
         with self._changed:
             pending = self._parts or self._verdicts or self._delivering
-            return self.calls.hangs is not None or not pending
+            return self.calls.hang_reason is not None or not pending
 
     def written_fraction(self, order: Order) -> float:
         """Return the share of this step that has been written here, 0 to 1; 1 if the step is not in flight."""
@@ -222,7 +222,7 @@ class TierWriterThreads:
 
     def poll(self) -> None:
         """Check for overdue calls of the tier. Called repeatedly."""
-        hangs = self.calls.look()
+        hangs = self.calls.check_overdue()
         if hangs is not None:
             self.give_up(None, hangs)
 
@@ -248,7 +248,7 @@ class TierWriterThreads:
 
         Does not wait for a tier that hangs.
         """
-        deadline = time.monotonic() + (_UNTOLD_SECONDS if self.calls.hangs else seconds_max)
+        deadline = time.monotonic() + (_UNTOLD_SECONDS if self.calls.hang_reason else seconds_max)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -265,7 +265,7 @@ class TierWriterThreads:
             writes = [part.write for part in self._parts]
         for write in writes:
             try:
-                self.give_up(write, self.calls.hangs)
+                self.give_up(write, self.calls.hang_reason)
             except Exception:  # noqa: BLE001 - even if a report fails, the next step must be released
                 _log.debug("a step was given up without a report", exc_info=True)
 
@@ -355,8 +355,8 @@ class TierWriterThreads:
         try:
             area = write.area
             assert area is not None
-            crc = write.sum(frame)
-            with self.calls.noted(f"the write of frame {frame} of step {write.step}"):
+            crc = write.frame_crc(frame)
+            with self.calls.track(f"the write of frame {frame} of step {write.step}"):
                 part.writer.write(frame, area.view(place.offset, place.padded_bytes), crc)
         except Exception as error:  # noqa: BLE001 - if the thread died, every later step would wait for it
             problem = _failure_reason(error)
@@ -372,11 +372,11 @@ class TierWriterThreads:
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
             if reason is not None:
-                with self.calls.noted(f"giving up step {write.step}"):
+                with self.calls.track(f"giving up step {write.step}"):
                     part.writer.abandon()
             else:
                 record = replace(write.record, tier_seconds=seconds, job=write.job).to_json()
-                with self.calls.noted(f"the seal of step {write.step}"):
+                with self.calls.track(f"the seal of step {write.step}"):
                     sealed = part.writer.seal(record)
                 if not sealed:
                     reason = DeclineCause.SUPERSEDED.because(
@@ -408,7 +408,7 @@ class TierWriterThreads:
 
     def _abandon(self, part: SlotWrite) -> None:
         try:
-            with self.calls.noted(f"giving up step {part.write.step}"):
+            with self.calls.track(f"giving up step {part.write.step}"):
                 part.writer.abandon()
         except Exception as error:  # noqa: BLE001 - as above
             _log.error("rank %d: tier %s: %s", self._rank, self.tier.name, error)
@@ -416,9 +416,9 @@ class TierWriterThreads:
     def _deliver(self, verdict: StepVerdict | StepProof) -> None:
         attempt, step = verdict.order
         try:
-            with self.calls.noted(f"the verdict on step {step}, or its proof"):
+            with self.calls.track(f"the verdict on step {step}, or its proof"):
                 if isinstance(verdict, StepProof):
-                    self.tier.prove(attempt, step, verdict.digest)
+                    self.tier.keep_proof(attempt, step, verdict.digest)
                 elif verdict.complete:
                     self.tier.complete(attempt, step)
                 else:

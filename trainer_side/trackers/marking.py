@@ -1,8 +1,8 @@
 """Sends marks about checkpoints to the trackers of a run, on its own thread. Rank 0.
 
-    events of this rank ─► hear (any thread) ─► queue ─► the thread ─► mark() of each tracker
-                                                 │          └─ one raises: a line in the log, and no more marks for it
-                                                 └─ full, because a tracker hangs: drop the mark, and warn once
+    events of this rank ─► handle_event (any thread) ─► queue ─► the thread ─► mark() of each tracker
+                                                         │          └─ one raises: one log line, and no further marks
+                                                         └─ full, because a tracker hangs: drop the mark, and warn once
 
 Training waits for trackers only at its end, and for a few seconds at most. The code that saves knows only the events.
 """
@@ -95,12 +95,12 @@ class MarkSender:
     def _run(self) -> None:
         is_running = True
         while is_running:
-            found, goes_on = self._drain()
-            flushes, self._needs_flush = self._needs_flush, False
+            found, is_running = self._drain()
+            needs_flush, self._needs_flush = self._needs_flush, False
             for tracker in self._trackers:
                 marks = [mark for of, mark in found if of in (None, tracker)]
                 self._call(tracker, partial(tracker.mark, marks))
-                if flushes:
+                if needs_flush:
                     self._call(tracker, tracker.flush)
         for tracker in self._trackers:
             self._call(tracker, tracker.end)

@@ -82,7 +82,7 @@ class StagerEnd:
         found: list[int] = []
 
         def look() -> bool:
-            nbytes = self.port.received(rank, slot)
+            nbytes = self.port.pop_received(rank, slot)
             if nbytes is not None:
                 found.append(nbytes)
             return bool(found)
@@ -164,7 +164,7 @@ def _withdrawn_stager(end: StagerEnd) -> None:
     memory = bytearray(SLOT_BYTES)
     end.port.post(0, 3, memoryview(memory), (Extent(0, 1000),))
     end.port.cancel(0, 3)
-    assert end.port.received(0, 3) is None
+    assert end.port.pop_received(0, 3) is None
     end.port.post(0, 3, memoryview(memory), (Extent(5000, 1000),))
     end.port.send(0, _frame(Kind.CREDIT, 1, arg=3))
     assert end.receive(0, 3) == 1000
@@ -197,7 +197,7 @@ def _death_stager(end: StagerEnd) -> None:
     end.port.send(1, _frame(Kind.FAILED, 10))  # to a lost rank: must do nothing
     end.port.send(0, _frame(Kind.FAILED, 10))
     end.take(0, Kind.BYE)
-    end.port.left(0)
+    end.port.mark_left(0)
     deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline:
         end.turn()
@@ -215,7 +215,7 @@ def _death_rank(port: RankEnd) -> None:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     port.take(Kind.FAILED)
-    port.port.leave(10.0)
+    port.port.disconnect(10.0)
 
 
 # -- a rank's end ----------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class RankEnd:
         """Send a payload, and wait until its memory may change."""
         handle = self.port.send_payload(memoryview(payload), slot, sizes)
         deadline = time.monotonic() + _SECONDS_MAX
-        while not self.port.sent(handle):
+        while not self.port.is_sent(handle):
             assert time.monotonic() < deadline, f"the payload into slot {slot} does not leave"
             self._messages += [wire.decode(message) for message in self.port.poll()]
             time.sleep(0.0005)
@@ -295,11 +295,11 @@ def _stager_over_tcp(port_file: Path, *, with_tls: bool) -> TrainersPort:
     hello: Hello | None = None
     while hello is None:
         assert time.monotonic() < deadline, "no rank has come"
-        reactor.turn()
+        reactor.run_once()
         hello = listener.next_job()
         time.sleep(0.001)
     port = TcpTrainersPort(reactor, hello, reconnect_seconds_max=1.0, start_seconds_max=_SECONDS_MAX)
-    listener.open(port)
+    listener.open_job(port)
     return port
 
 

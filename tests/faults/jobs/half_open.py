@@ -23,10 +23,10 @@ def _stager(host: str) -> None:
     reactor = Reactor()
     listener = JobListener(listen(Address(host, _PORT)), reactor, _KEY, ranks=1)
     while (hello := listener.next_job()) is None:
-        reactor.turn()
+        reactor.run_once()
         time.sleep(0.001)
     port = TcpTrainersPort(reactor, hello, reconnect_seconds_max=30.0, start_seconds_max=60.0)
-    listener.open(port)
+    listener.open_job(port)
     begun = time.monotonic()
     said = 0
     answers: list[bytes] = []

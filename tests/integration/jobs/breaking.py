@@ -30,12 +30,12 @@ from trainer_side.tiers.tier_writer_threads import TierWriterThreads
 STEPS, BREAKS_AT = 8, 3
 MEET_SECONDS_MAX = 10
 PLACES: dict[str, tuple[type, str]] = {
-    "copy": (Copier, "_copied"),
-    "link": (StagerInbox, "take"),
+    "copy": (Copier, "_try_copy"),
+    "link": (StagerInbox, "handle"),
     "lane": (TierWriterThreads, "_next"),
-    "council": (Voter, "hear"),
-    "watch": (NoticeWatch, "_look"),
-    "payloads": (PayloadSender, "next"),
+    "council": (Voter, "handle"),
+    "watch": (NoticeWatch, "_poll"),
+    "payloads": (PayloadSender, "next_payload"),
     "reconnect": (TcpStagerPort, "_reopen"),
 }
 

@@ -14,7 +14,7 @@ from tests.integration.jobs.digits import Watcher
 _watcher = Watcher()
 
 
-class ActiveWatch(Callback):
+class Watching(Callback):
     """After the callback that saves: ordinary callbacks come before it."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -38,7 +38,7 @@ class ActiveWatch(Callback):
 
 
 stopping = EarlyStopping("loss", patience=1000, check_on_train_epoch_end=False)
-trainer = train(arguments().parse_args(), ActiveWatch(), stopping)
+trainer = train(arguments().parse_args(), Watching(), stopping)
 _watcher.end(
     model=trainer.lightning_module.state_dict(),
     optimizers=[optimizer.state_dict() for optimizer in trainer.optimizers],

@@ -14,7 +14,7 @@ _watcher = Watcher()
 _batches: list[Any] = []
 
 
-class ActiveWatch(TrainerCallback):
+class Watching(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         _watcher.begin(args.process_index)
         given["model"].register_forward_pre_hook(_note, with_kwargs=True)
@@ -29,7 +29,7 @@ def _note(model: torch.nn.Module, args: Any, given: dict[str, Any]) -> None:
         _batches.append(given["labels"].tolist())
 
 
-trainer: Any = train(arguments().parse_args(), ActiveWatch())
+trainer: Any = train(arguments().parse_args(), Watching())
 _watcher.end(
     model=trainer.model.state_dict(),
     optimizer=trainer.optimizer.optimizer.state_dict(),

@@ -16,7 +16,7 @@ from flusher import retry_queue
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep, FlushListener
-from flusher.recovery import resolve_checkpoints, take_up
+from flusher.recovery import adopt_staged, resolve_checkpoints
 from flusher.retention import RetentionPolicy
 from flusher.ring_room import RingGrown
 from flusher.verify_and_prune import Maintenance, MaintenanceRules, ReadBack
@@ -112,16 +112,16 @@ class Rig:
             self.ring.slot_memory(slot)[: len(data)] = data
             self.ring.mark_full(slot, image.sources(chunk), len(data))
             if tell:
-                self.engine.chunk(self.ring.record(slot))
+                self.engine.add_chunk(self.ring.record(slot))
         self.ring.write_checkpoint(1, step, "staged", digest, {"ranks": {"0": {"saved_at_unix": 1.0}}})
         if tell:
-            self.engine.staged(CheckpointId(1, step))
+            self.engine.mark_staged(CheckpointId(1, step))
 
     def drain(self) -> None:
         until = time.monotonic() + DEADLINE_SECONDS
         while True:
             maintenance_was_idle = self.maintenance.idle
-            self.engine.turn()
+            self.engine.run_once()
             if maintenance_was_idle and self.engine.idle and self.maintenance.idle:
                 return
             assert time.monotonic() < until
@@ -210,7 +210,7 @@ def test_a_failure_that_waiting_does_not_mend_holds_the_checkpoint(
     until = time.monotonic() + DEADLINE_SECONDS
     while failing.left > 10_000 - 12:
         rig.inbox.wait(0.05)
-        rig.engine.turn()
+        rig.engine.run_once()
         assert not rig.engine.only_receiving, (
             "one that is told to end would do so, and nobody hear what waits"
         )
@@ -234,7 +234,7 @@ def test_an_aborted_checkpoint_does_not_wait_for_the_store(rig: Rig, monkeypatch
     until = time.monotonic() + DEADLINE_SECONDS
     while rig.engine.held_error is None:
         rig.inbox.wait(0.05)
-        rig.engine.turn()
+        rig.engine.run_once()
         assert time.monotonic() < until
     failing.left = 0
     rig.engine.abort(KEY, ProtocolError("given up"))
@@ -263,16 +263,16 @@ def test_an_upload_that_no_other_flusher_could_go_on_with_waits_until_the_ring_h
     until = time.monotonic() + DEADLINE_SECONDS
     while not (rig.heard.beginnings or engine._opened_early):
         assert time.monotonic() < until
-        engine.turn()
+        engine.run_once()
     soon = [(KEY, 1)] if resumable else []
     assert rig.heard.beginnings == soon
     rig.ring.allocate(2 * chunks)
     rig.inbox.put(RingGrown(2 * chunks, ""))
-    engine.turn()
+    engine.run_once()
     assert rig.ring.ring_chunks == 2 * chunks
     assert rig.heard.beginnings == soon, "it may grow further"
     rig.inbox.put(RingGrown(2 * chunks, "the ring has room for two"))
-    engine.turn()
+    engine.run_once()
     assert rig.heard.beginnings == (soon or [(KEY, chunks)])
     assert rig.heard.notes == ["", "the ring has room for two"]
 
@@ -349,17 +349,17 @@ def test_another_engine_goes_on_and_writes_no_part_again(
     record = tmp_path / "ring" / "flush-1-5"
     while count < parts + 2 or record.read_bytes().count(b"\n") < 1 + parts:
         rig.inbox.wait(0.05)
-        rig.engine.turn()
+        rig.engine.run_once()
         assert time.monotonic() < until
     if torn:
         with record.open("ab") as file:
             file.write(b'00000000 {"part":')
-    rig.engine.turn()  # both writers stand still: nothing of the old one is left in the inbox
+    rig.engine.run_once()  # both writers stand still: nothing of the old one is left in the inbox
     written: list[str] = []
     rig.store.before = lambda done, name: written.append(done)
     old = rig.engine
     rig.engine = rig.new_engine()
-    assert take_up(rig.engine, rig.ring) == [KEY]
+    assert adopt_staged(rig.engine, rig.ring) == [KEY]
     try:
         rig.drain()
         assert rig.heard.failures == {}
@@ -382,13 +382,13 @@ def test_a_part_that_the_store_lost_is_named_and_the_checkpoint_given_up(rig: Ri
     until = time.monotonic() + DEADLINE_SECONDS
     while rig.engine.held_error is None:
         rig.inbox.wait(0.05)
-        rig.engine.turn()
+        rig.engine.run_once()
         assert time.monotonic() < until
     (parts,) = rig.store.uploads.values()
     del parts[2]
     rig.crash()
     rig.store.before = lambda act, name: None
-    take_up(rig.engine, rig.ring)
+    adopt_staged(rig.engine, rig.ring)
     rig.drain()
     assert "part 2" in str(rig.heard.failures[KEY])
     assert FILE not in rig.store.objects
@@ -441,7 +441,7 @@ def test_a_run_that_was_taken_over_is_not_published_to(rig: Rig) -> None:
     claim = json.loads(rig.store.objects[".holdfast/writer-000001.json"])
     taken = claim | {"attempt": 2, "write_id": "other"}
     rig.store.objects[".holdfast/writer-000002.json"] = json.dumps(taken).encode()
-    take_up(rig.engine, rig.ring)
+    adopt_staged(rig.engine, rig.ring)
     with pytest.raises(FencedError, match="took the run over"):
         rig.drain()
     assert FILE not in rig.store.objects
@@ -464,8 +464,8 @@ def test_two_checkpoints_of_one_step_on_their_way_do_not_share_a_name(rig: Rig) 
         data = IMAGE.chunk_bytes(chunk)
         rig.ring.slot_memory(slot)[: len(data)] = data
         rig.ring.mark_full(slot, IMAGE.sources(chunk), len(data))
-        rig.engine.chunk(rig.ring.record(slot))
-    rig.engine.staged(CheckpointId(2, 5))
+        rig.engine.add_chunk(rig.ring.record(slot))
+    rig.engine.mark_staged(CheckpointId(2, 5))
     rig.drain()
     assert {m.file for m in rig.heard.durables.values()} == {FILE, "step-000000005-a002.pt"}
 
@@ -485,7 +485,7 @@ def test_manifests_of_the_past_take_no_memory(rig: Rig) -> None:
 
 def test_a_slot_that_is_not_full_is_refused(rig: Rig) -> None:
     with pytest.raises(ProtocolError, match="the journal says FREE"):
-        rig.engine.chunk(rig.ring.record(3))
+        rig.engine.add_chunk(rig.ring.record(3))
 
 
 def test_a_share_that_is_being_given_up_is_not_begun_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +523,7 @@ def test_recovery_of_chunks_that_were_already_patched_gives_the_same_file(rig: R
         if record.state is SlotState.FULL:
             extent = IMAGE.layout.chunk_extent(record.chunk)
             rig.ring.slot_memory(record.slot)[: extent.nbytes] = IMAGE.final[extent.offset : extent.end]
-    take_up(rig.engine, rig.ring)
+    adopt_staged(rig.engine, rig.ring)
     rig.drain()
     assert rig.store.objects[FILE] == IMAGE.final
 
@@ -543,7 +543,7 @@ def test_reading_back_waits_while_something_is_to_be_written(rig: Rig, real: Ima
     until = time.monotonic() + DEADLINE_SECONDS
     while KEY not in rig.heard.durables:  # step 6 is stuck in the store
         rig.inbox.wait(1.0)
-        rig.engine.turn()
+        rig.engine.run_once()
         if order.count("write_part step-000000006.pt") == 2:
             break
         assert time.monotonic() < until

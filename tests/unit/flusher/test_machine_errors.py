@@ -13,7 +13,7 @@ import pytest
 
 from flusher import retry_queue
 from flusher.engine import Engine
-from flusher.recovery import load_progress, resolve_checkpoints, take_up
+from flusher.recovery import adopt_staged, load_progress, resolve_checkpoints
 from holdfast.errors import StoreError
 from holdfast.ring.ring import Ring
 from tests.unit.flusher.test_engine import FILE, IMAGE, KEY, Rig
@@ -71,7 +71,7 @@ def settle_it(engine: Engine, ring: Ring) -> None:
     resolve_checkpoints(engine, ring, "its stager ended")
 
 
-@pytest.mark.parametrize("act", [take_up, load_progress, settle_it])
+@pytest.mark.parametrize("act", [adopt_staged, load_progress, settle_it])
 def test_a_start_that_cannot_look_gives_nothing_up(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, act: Any
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_start_that_cannot_look_gives_nothing_up(
         with pytest.raises(StoreError, match="open files"):
             act(*((rig.ring,) if act is load_progress else (rig.engine, rig.ring)))
     assert rig.ring.checkpoint(*KEY) is not None, "it waits for the next start"
-    take_up(rig.engine, rig.ring)
+    adopt_staged(rig.engine, rig.ring)
     rig.drain()
     assert rig.store.objects[FILE] == IMAGE.final
     assert rig.heard.failures == {}

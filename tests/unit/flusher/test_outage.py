@@ -11,7 +11,7 @@ import pytest
 import flusher.engine as engine_module
 import flusher.succession as succession_module
 from flusher import retry_queue
-from flusher.recovery import resolve_checkpoints, take_up
+from flusher.recovery import adopt_staged, resolve_checkpoints
 from holdfast.errors import BusyError, DamageError, StoreError
 from holdfast.faultpoint import Point
 from holdfast.image.checkpoint_id import CheckpointId
@@ -56,7 +56,7 @@ def turn_until(rig: Rig, condition: Callable[[], bool]) -> None:
     while not condition():
         wait = rig.engine.wait_seconds()
         rig.inbox.wait(0.05 if wait is None else min(wait, 0.05))
-        rig.engine.turn()
+        rig.engine.run_once()
         assert time.monotonic() < until
 
 
@@ -158,8 +158,8 @@ def test_a_damaged_step_takes_nobodys_place(rig: Rig) -> None:
     rig.engine.begin(CheckpointId(1, 6), IMAGE.layout)
     for record in list(rig.ring.records()):
         if record.step == 6:
-            rig.engine.chunk(record)
-    rig.engine.staged(CheckpointId(1, 6))
+            rig.engine.add_chunk(record)
+    rig.engine.mark_staged(CheckpointId(1, 6))
     rig.engine.begin(CheckpointId(1, 7), IMAGE.layout)
     turn_until(
         rig, lambda: CheckpointId(1, 6) in rig.heard.failures and free_slots(rig) >= IMAGE.layout.chunks
@@ -190,7 +190,7 @@ def test_a_flusher_that_dies_as_one_makes_room_leaves_the_newest_whole(
         with pytest.raises(Killed):
             turn_for(rig, 1.0)
     rig.crash()
-    assert take_up(rig.engine, rig.ring) == [CheckpointId(1, 6)]
+    assert adopt_staged(rig.engine, rig.ring) == [CheckpointId(1, 6)]
     assert free_slots(rig) == 32 - IMAGE.layout.chunks, "slots of the older one belong to nobody"
     mend(rig)
     rig.drain()

@@ -32,11 +32,11 @@ def test_a_proof_is_written_when_it_and_its_checkpoint_are_known(
     tmp_path: Path, held: contextlib.ExitStack, published_first: bool
 ) -> None:
     rig = Rig(tmp_path / "run", held, verify=False, keep=2)
-    rig.maintenance.under_way(rig.new.order)
+    rig.maintenance.protect(rig.new.order)
     if published_first:
         rig.published(rig.new)
         rig.wait()
-    rig.maintenance.prove([_record(2)])
+    rig.maintenance.update_proofs([_record(2)])
     rig.wait()
     if not published_first:
         assert _proofs(rig) == [], "not before the checkpoint"
@@ -52,7 +52,7 @@ def test_the_next_flusher_writes_the_proof_of_what_the_one_before_has_published(
 ) -> None:
     """That one died between both."""
     rig = Rig(tmp_path / "run", held, verify=False, keep=2)
-    rig.maintenance.prove([_record(2), _record(9), _record(2, attempt=4)])
+    rig.maintenance.update_proofs([_record(2), _record(9), _record(2, attempt=4)])
     rig.wait()
     assert _proofs(rig) == [proof_name(rig.new.file)], "of the checkpoint that is there, and of no other"
 
@@ -61,12 +61,12 @@ def test_a_proof_goes_with_its_checkpoint_and_does_not_come_back(
     tmp_path: Path, held: contextlib.ExitStack
 ) -> None:
     rig = Rig(tmp_path / "run", held, verify=False, keep=1)
-    rig.maintenance.prove([_record(1), _record(2)])
+    rig.maintenance.update_proofs([_record(1), _record(2)])
     rig.wait()
     assert len(_proofs(rig)) == 2
     rig.published(rig.old, rig.new)
     rig.wait()
     assert not rig.is_listed(rig.old)
-    rig.maintenance.prove([_record(1), _record(2), _record(3)])
+    rig.maintenance.update_proofs([_record(1), _record(2), _record(3)])
     rig.wait()
     assert _proofs(rig) == [proof_name(rig.new.file)]

@@ -52,23 +52,23 @@ def test_while_nothing_is_written_nothing_waits() -> None:
 
 def test_beside_writes_half_as_much_is_read() -> None:
     pace = ReadPace(SECONDS_MAX)
-    pace.busy(True)
+    pace.set_busy(True)
     reader = Reader(pace, 100)
     reader.rests_at(0)
     for written in range(1, 41):
-        pace.wrote(CHUNK)
+        pace.add_written(CHUNK)
         reader.reaches((written + 1) // 2)  # the first of two allows a read that the second one pays for
     reader.rests_at(20)
-    pace.busy(False)
+    pace.set_busy(False)
     reader.ends()
 
 
 @pytest.mark.parametrize("written_bytes", [CHUNK, 512 * MIB])
 def test_bytes_written_before_the_first_read_are_not_made_up_for(written_bytes: int) -> None:
     pace = ReadPace(SECONDS_MAX)
-    pace.busy(True)
+    pace.set_busy(True)
     for _ in range(100):
-        pace.wrote(written_bytes)
+        pace.add_written(written_bytes)
     reader = Reader(pace, 1000)
     reader.rests_at(max(64 * MIB, written_bytes // 2) // CHUNK)
     pace.end()
@@ -77,7 +77,7 @@ def test_bytes_written_before_the_first_read_are_not_made_up_for(written_bytes: 
 
 def test_a_store_that_takes_nothing_holds_no_read_back() -> None:
     pace = ReadPace(0.01)
-    pace.busy(True)
+    pace.set_busy(True)
     reader = Reader(pace, 5)
     reader.ends()
     assert reader.read == 5
@@ -85,7 +85,7 @@ def test_a_store_that_takes_nothing_holds_no_read_back() -> None:
 
 def test_ending_the_pace_ends_waiting_readers() -> None:
     pace = ReadPace(SECONDS_MAX)
-    pace.busy(True)
+    pace.set_busy(True)
     reader = Reader(pace, 5)
     pace.end()
     reader.ends()

@@ -26,14 +26,14 @@ def made() -> tuple[RetryQueue, Clock, list[str]]:
 def test_retries_are_done_when_due_and_not_before() -> None:
     later, clock, done = made()
     assert later.wait_seconds == 1.0
-    later.do_due()
+    later.run_due()
     assert not done
     clock.now += 1.0
     assert later.wait_seconds == 0.0
-    later.do_due()
+    later.run_due()
     assert done == ["a", "b"]
     clock.now += 10.0
-    later.do_due()
+    later.run_due()
     assert done == ["a", "b", "c", "d"]
     assert not later
     assert later.wait_seconds is None
@@ -41,16 +41,16 @@ def test_retries_are_done_when_due_and_not_before() -> None:
 
 def test_retries_of_a_checkpoint_or_of_all_can_be_hurried() -> None:
     later, _, done = made()
-    later.at_once(OTHER)
-    later.do_due()
+    later.make_due(OTHER)
+    later.run_due()
     assert done == ["b", "d"]
-    later.at_once()
-    later.do_due()
+    later.make_due()
+    later.run_due()
     assert done == ["b", "d", "c", "a"]  # in the order of insertion
 
 
 def test_a_retry_may_queue_another() -> None:
     later, _, done = made()
     later.put(ONE, 0.0, lambda: later.put(ONE, 0.0, lambda: done.append("again")))
-    later.do_due()
+    later.run_due()
     assert done == ["again"]

@@ -43,7 +43,7 @@ def said(inbox: Inbox) -> list[RingGrown]:
     found: list[RingGrown] = []
     for _ in range(1000):
         inbox.wait(60)
-        found += inbox.take()
+        found += inbox.drain()
         if found and found[-1].note:
             return found
     raise AssertionError(found)
@@ -63,7 +63,7 @@ def test_wanted_chunks_have_room_for_two_images() -> None:
 
 def test_memory_is_taken_in_steps_and_the_loop_is_told_of_each(ring: Ring, inbox: Inbox) -> None:
     with RingRoom(ring, inbox, grows=True) as room:
-        room.want(40)
+        room.request(40)
         found = said(inbox)
     assert wanted_chunks(40) == 88
     assert [one.ring_chunks for one in found] == [40, 72, 88, 88]
@@ -85,25 +85,25 @@ def test_new_slots_move_into_huge_pages_before_the_loop_adds_them(
     monkeypatch.setattr(ring, "use_huge_pages", use_huge_pages)
     with RingRoom(ring, inbox, grows=True) as room:
         assert moved.get(timeout=60) == 8
-        room.want(20)
+        room.request(20)
         assert moved.get(timeout=60) == 48
 
 
 def test_an_image_that_fits_takes_no_memory(ring: Ring, inbox: Inbox) -> None:
     with RingRoom(ring, inbox, grows=True) as room:
-        assert room.want(20)
+        assert room.request(20)
         assert said(inbox)[-1].ring_chunks == 48
-        assert not room.want(20)
-        assert not room.want(5)
-        assert room.want(21)
+        assert not room.request(20)
+        assert not room.request(5)
+        assert room.request(21)
         found = said(inbox)
     assert [one.ring_chunks for one in found] == [50, 50]
 
 
 def test_a_ring_of_a_set_size_never_grows(ring: Ring, inbox: Inbox) -> None:
     with RingRoom(ring, inbox, grows=False) as room:
-        assert not room.want(40)
-    assert inbox.take() == []
+        assert not room.request(40)
+    assert inbox.drain() == []
     assert (ring.directory / "ring").stat().st_size == 8 * CHUNK_BYTES
 
 
@@ -118,14 +118,14 @@ def test_where_memory_is_short_it_says_so_once_and_asks_again_for_a_larger_image
 
     monkeypatch.setattr("holdfast.ring.growth.available_memory_bytes", available)
     with RingRoom(ring, inbox, grows=True) as room:
-        room.want(40)
+        room.request(40)
         found = said(inbox)
         assert [one.ring_chunks for one in found] == [28, 28]
         assert found[-1].note.startswith(
             "the ring has 0.2 GiB; two checkpoints need 0.7 GiB, but no more than half of"
         )
-        assert not room.want(40)
-        assert room.want(41)
+        assert not room.request(40)
+        assert room.request(41)
         assert [one.ring_chunks for one in said(inbox)] == [48, 48]
     assert len(asked) == 2
 
@@ -141,7 +141,7 @@ def test_a_system_that_refuses_is_named_and_the_ring_keeps_what_it_has(
     allocate = os.posix_fallocate
     monkeypatch.setattr("os.posix_fallocate", refuse)
     with RingRoom(ring, inbox, grows=True) as room:
-        room.want(40)
+        room.request(40)
         found = said(inbox)
     assert [one.ring_chunks for one in found] == [40, 40]
     assert "No space left on device" in found[-1].note
@@ -153,5 +153,5 @@ def test_the_journal_is_the_limit(inbox: Inbox, tmp_path: Path) -> None:
         Ring.create(tmp_path / "run", chunk_bytes=MIB, ring_chunks=8, attempt=1, room_chunks=12) as ring,
         RingRoom(ring, inbox, grows=True) as room,
     ):
-        room.want(40)
+        room.request(40)
         assert [one.ring_chunks for one in said(inbox)] == [12, 12]

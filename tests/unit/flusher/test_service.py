@@ -47,8 +47,8 @@ class LateMaintenance(Maintenance):
     def idle(self) -> bool:
         return self._over
 
-    def give_way(self, busy: bool) -> None:
-        super().give_way(busy)
+    def set_busy(self, busy: bool) -> None:
+        super().set_busy(busy)
         self._over = self.service._handler is not None and self.service._handler.finishing
 
 
@@ -122,7 +122,7 @@ class Bench:
         )
         inbox = Inbox()
         held.callback(inbox.close)
-        lease = WriterLease(self.store, config.heartbeat_seconds) if share.leads else MemberLease()
+        lease = WriterLease(self.store, config.heartbeat_seconds) if share.is_lead else MemberLease()
         held.callback(lease.end)
         context = FlusherContext(self.store, lease, inbox, EventLog(None, role="flusher"), share=share)
         maintenance = Maintenance(context, MaintenanceRules(verify=False, keep=RetentionPolicy(0)))
@@ -142,7 +142,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr("flusher.service._OLD_STAGER_SECONDS_MIN", 0.05)
-    monkeypatch.setattr("flusher.service._LOOK_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("flusher.service._HANG_CHECK_SECONDS", 0.05)
     monkeypatch.setattr("flusher.service._DYING_SECONDS", 0.05)
     with contextlib.ExitStack() as held:
         yield Bench(tmp_path / "run", held)
@@ -162,7 +162,7 @@ def test_the_slots_of_a_stager_that_stands_still_are_its_own_until_it_is_dead(be
 
         def die() -> None:
             seen.append(bench.ring.state(2))
-            stager.let_go()
+            stager.release()
 
         threading.Timer(0.5, die).start()  # ten times as long as a stager that says nothing is waited for
         bench.service.run()
@@ -185,7 +185,7 @@ def test_another_job_is_refused_while_the_stager_before_may_still_write(bench: B
                 time.sleep(0.01)
             said.append((bench.ring.state(2).name, ""))
             channel.close()
-            stager.let_go()
+            stager.release()
 
         thread = threading.Thread(target=other_job)
         thread.start()
@@ -253,7 +253,7 @@ def test_the_claim_counts_a_job_by_its_end(tmp_path: Path, end: str, failures: i
 def test_a_job_that_goes_on_under_the_next_flusher_is_not_counted_as_lost(tmp_path: Path) -> None:
     with contextlib.ExitStack() as held:
         store = MemoryStore()
-        dead = Lease.take(store, identity=dataclasses.replace(Identity.of_this_process(), started=1))
+        dead = Lease.acquire(store, identity=dataclasses.replace(Identity.of_this_process(), started=1))
         dead.begin_work()
         dead.release()
         bench = Bench(tmp_path / "run", held, store=store)
@@ -265,7 +265,7 @@ def test_a_job_that_goes_on_under_the_next_flusher_is_not_counted_as_lost(tmp_pa
             welcome = await_kinds(channel, "welcome")[0]
             channel.send("finish", interrupted=False)
             await_kinds(channel, "drained")
-            stager.let_go()
+            stager.release()
             return dict(welcome.fields)
 
         with ThreadPoolExecutor(1) as pool:
@@ -350,7 +350,7 @@ def test_a_stager_that_was_hung_up_on_and_dies_leaves_its_slots(bench: Bench) ->
             stager = HungUp(bench, held)
             time.sleep(0.5)
             seen.append(bench.ring.state(2))
-            stager.mapped.let_go()
+            stager.mapped.release()
 
     thread = threading.Thread(target=act)
     thread.start()

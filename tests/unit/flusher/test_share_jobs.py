@@ -14,7 +14,7 @@ from flusher import retry_queue
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep, FlushListener
-from flusher.recovery import take_up
+from flusher.recovery import adopt_staged
 from flusher.retention import RetentionPolicy
 from flusher.verify_and_prune import Maintenance, MaintenanceRules, NoMaintenance
 from flusher.workers import Inbox
@@ -71,7 +71,7 @@ class Writer:
 
     def _start(self) -> None:
         self.inbox = Inbox()
-        leads = self.number.leads
+        leads = self.number.is_lead
         guard = guarded(self.store, self.lease.check_once) if leads else self.store
         context = FlusherContext(guard, self.lease, self.inbox, self.events, share=self.number)
         kind = Maintenance if leads else NoMaintenance
@@ -102,11 +102,11 @@ class Writer:
             data = IMAGE.chunk_bytes(chunk)
             self.ring.slot_memory(slot)[: len(data)] = data
             self.ring.mark_full(slot, IMAGE.sources(chunk), len(data))
-            self.engine.chunk(self.ring.record(slot))
+            self.engine.add_chunk(self.ring.record(slot))
 
     def stage(self) -> None:
         self.ring.write_checkpoint(*KEY, "staged", IMAGE.layout.digest, {})
-        self.engine.staged(KEY)
+        self.engine.mark_staged(KEY)
 
     def close(self) -> None:
         self.engine.stop()
@@ -127,7 +127,7 @@ def turn_until(writers: Iterable[Writer], is_so: Callable[[], bool]) -> None:
         assert time.monotonic() < until
         for writer in writers:
             writer.inbox.wait(0.01)
-            writer.engine.turn()
+            writer.engine.run_once()
 
 
 @pytest.fixture
@@ -300,7 +300,7 @@ def test_a_void_of_another_share_is_gone_too_though_the_ring_forgot_its_attempt(
         writer.engine.abort(older, HoldfastError("a rank is gone"))
         drain(writer)
     assert ".holdfast/shares/a000001-s000000004.seal-2" in store.objects
-    monkeypatch.setattr(lead.engine._jobs._others, "_writers_of", lambda _: 1)
+    monkeypatch.setattr(lead.engine._jobs._share_jobs, "_writers_of", lambda _: 1)
     for writer in writers:
         writer.save()
     drain(*writers)
@@ -340,7 +340,7 @@ def test_a_share_goes_on_as_it_began_although_the_run_has_one_stager_now(
     lead.save()
     turn_until([lead], lambda: f"{FOLDER}seal-1" in store.objects)
     lead.crash(writers=1)
-    assert [*take_up(lead.engine, lead.ring)] == [KEY]
+    assert [*adopt_staged(lead.engine, lead.ring)] == [KEY]
     member.save()
     drain(lead, member)
     assert store.objects["step-000000005.pt"] == IMAGE.final
@@ -353,7 +353,7 @@ def test_a_lead_that_has_lost_the_run_takes_nothing_back(store: MemoryStore, wri
     lead.engine.begin(KEY, IMAGE.layout)
     member.save()
     turn_until([lead], lambda: f"{FOLDER}start" in store.objects)
-    Lease.take(store, takeover=True)
+    Lease.acquire(store, takeover=True)
     lead.engine.abort(KEY, HoldfastError("a rank is gone"))
     drain(lead)
     assert f"{FOLDER}void" not in store.objects
@@ -370,7 +370,7 @@ def test_a_share_of_an_earlier_job_does_not_wait_for_a_lead_that_never_began(
     member.save()
     for _ in range(20):
         member.inbox.wait(0.01)
-        member.engine.turn()
+        member.engine.run_once()
     assert member.heard.failures == []
     member.ring.set_attempt(2)
     member.engine.begin_attempt()

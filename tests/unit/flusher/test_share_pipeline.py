@@ -143,9 +143,9 @@ class Flusher:
         store = self.store
         match job:
             case ReadCrcs():
-                return job.of not in store.crcs
+                return job.share_index not in store.crcs
             case ReadSeal():
-                return job.of not in store.seals
+                return job.share_index not in store.seals
             case AwaitPublished():
                 return store.published is None
         return False
@@ -178,13 +178,13 @@ class Flusher:
                 store.crcs[self.share.index] = job.entry_crcs
                 return CrcsPut(KEY)
             case ReadCrcs():
-                return CrcsRead(KEY, job.of, store.crcs[job.of])
+                return CrcsRead(KEY, job.share_index, store.crcs[job.share_index])
             case SealShare():
                 assert self.written.keys() == set(self.share.parts)
                 store.seals[self.share.index] = sealed(job)
                 return Sealed(KEY, job.share, store.seals[self.share.index])
             case ReadSeal():
-                return SealRead(KEY, job.of, store.seals[job.of])
+                return SealRead(KEY, job.share_index, store.seals[job.share_index])
             case Assemble():
                 assert [seal.index for seal in job.seals] == list(range(store.shares.count))
                 sums = [ShareSums(seal.chunk_crcs, seal.entry_crcs) for seal in job.seals]
@@ -315,7 +315,7 @@ def test_all_seals_are_asked_for_together() -> None:
     lead = flushers[0]
     while lead.work_one() or lead.send_one():
         pass
-    assert [job.of for job in lead.jobs if isinstance(job, ReadSeal)] == [1, 2, 3, 4]
+    assert [job.share_index for job in lead.jobs if isinstance(job, ReadSeal)] == [1, 2, 3, 4]
     assert len(lead.jobs) == 4
     assert set(store.seals) == {0}
 
@@ -325,12 +325,12 @@ def test_once_the_nearest_share_is_there_the_crcs_of_all_others_are_asked_for_to
     last = flushers[4]
     while last.work_one() or last.send_one():
         pass
-    assert [job.of for job in last.jobs if isinstance(job, ReadCrcs)] == [3]
+    assert [job.share_index for job in last.jobs if isinstance(job, ReadCrcs)] == [3]
     run(flushers[3:4], chance)
     while 3 not in store.crcs:
         run(flushers[:4], chance)
     last.work_one()
-    assert [job.of for job in last.jobs if isinstance(job, ReadCrcs)] == [0, 1, 2]
+    assert [job.share_index for job in last.jobs if isinstance(job, ReadCrcs)] == [0, 1, 2]
 
 
 def test_a_share_does_not_start_over_by_itself_when_the_upload_is_lost() -> None:

@@ -70,7 +70,7 @@ class Rig:
 
     def published(self, *manifests: Manifest) -> None:
         for manifest in manifests:
-            self.maintenance.published(CheckpointId(manifest.attempt, manifest.step), manifest)
+            self.maintenance.enqueue(CheckpointId(manifest.attempt, manifest.step), manifest)
 
     def wait(self) -> None:
         deadline = time.monotonic() + SECONDS_MAX
@@ -101,11 +101,11 @@ def test_a_checkpoint_that_is_named_twice_is_looked_after_once(
 ) -> None:
     """As a flusher that takes over may: from the ring, and from the store."""
     rig = Rig(tmp_path / "run", held, verify=True)
-    rig.maintenance.give_way(busy=True)  # nothing is read before all are named
+    rig.maintenance.set_busy(busy=True)  # nothing is read before all are named
     rig.published(rig.old, rig.old, rig.new)
-    rig.maintenance.give_way(busy=False)
+    rig.maintenance.set_busy(busy=False)
     rig.wait()
-    said = rig.inbox.take()
+    said = rig.inbox.drain()
     states = [(item.key.step, item.state) for item in said if isinstance(item, ReadBack)]
     assert states == [(1, State.VERIFIED), (2, State.VERIFIED)]
     assert [item.files for item in said if isinstance(item, Pruned)] == [(rig.old.file,)]
@@ -124,16 +124,16 @@ def test_a_doubt_marks_what_is_published_and_read_back(
     rig = Rig(tmp_path / "run", held, verify=True, keep=0)
     rig.published(rig.old, rig.new)
     rig.wait()
-    rig.maintenance.doubt([DoubtedSteps(1, DOUBT), DoubtedSteps(7, Doubt(0, (0, 9), "of another attempt"))])
+    rig.maintenance.update_doubts([DoubtedSteps(1, DOUBT), DoubtedSteps(7, Doubt(0, (0, 9), "of another attempt"))])
     rig.wait()
     old, new = rig.read(rig.old), rig.read(rig.new)
     assert (old.state, old.note, old.display_state) == (State.DURABLE, READ_BACK, "doubtful")
     assert "model/w was changed after save(2)" in old.doubt
     assert (new.state, new.doubt) == (State.VERIFIED, "")
-    assert not rig.maintenance.marks.owed
+    assert not rig.maintenance.marks.is_pending
     assert caplog.text.count("is doubtful, and restore prefers others") == 1
     before = (rig.root / manifest_name(rig.old.file)).stat().st_mtime_ns
-    rig.maintenance.doubt([DoubtedSteps(1, DOUBT)])  # as a stager says again to the next flusher
+    rig.maintenance.update_doubts([DoubtedSteps(1, DOUBT)])  # as a stager says again to the next flusher
     rig.wait()
     assert (rig.root / manifest_name(rig.old.file)).stat().st_mtime_ns == before
 
@@ -144,7 +144,7 @@ def test_a_doubt_marks_what_is_published_later(
 ) -> None:
     rig = Rig(tmp_path / "run", held, verify=verify, keep=0)
     (rig.root / manifest_name(rig.old.file)).unlink()
-    rig.maintenance.doubt([DoubtedSteps(1, DOUBT)])
+    rig.maintenance.update_doubts([DoubtedSteps(1, DOUBT)])
     rig.wait()
     (rig.root / manifest_name(rig.old.file)).write_bytes(rig.old.to_bytes())
     rig.published(rig.old, rig.new)
@@ -165,13 +165,13 @@ def test_a_doubt_waits_for_a_store_that_takes_nothing(tmp_path: Path, held: cont
         write(name, data)
 
     rig.store.write = refusing  # type: ignore[method-assign]
-    rig.maintenance.doubt([DoubtedSteps(1, DOUBT)])
-    owes, is_idle = rig.maintenance.marks.owed, rig.maintenance.idle
+    rig.maintenance.update_doubts([DoubtedSteps(1, DOUBT)])
+    owes, is_idle = rig.maintenance.marks.is_pending, rig.maintenance.idle
     assert owes
     assert not is_idle
     rig.wait()
     assert not refusals
-    assert not rig.maintenance.marks.owed
+    assert not rig.maintenance.marks.is_pending
     assert rig.read(rig.old).display_state == "doubtful"
 
 
@@ -182,7 +182,7 @@ def test_a_mark_that_the_store_refuses_as_a_checkpoint_is_published_is_tried_aga
     """The doubt was there before the checkpoint: nothing else would come back to it."""
     rig = Rig(tmp_path / "run", held, verify=verify, keep=0)
     (rig.root / manifest_name(rig.old.file)).unlink()
-    rig.maintenance.doubt([DoubtedSteps(1, DOUBT)])
+    rig.maintenance.update_doubts([DoubtedSteps(1, DOUBT)])
     rig.wait()
     (rig.root / manifest_name(rig.old.file)).write_bytes(rig.old.to_bytes())
     refusals = [StoreError("connection reset")] * (1 + verify)  # of the mark, and of what was read back
@@ -197,14 +197,14 @@ def test_a_mark_that_the_store_refuses_as_a_checkpoint_is_published_is_tried_aga
     rig.published(rig.old)
     rig.wait()
     assert not refusals
-    assert not rig.maintenance.marks.owed
+    assert not rig.maintenance.marks.is_pending
     assert rig.read(rig.old).display_state == "doubtful"
 
 
 def test_retention_leaves_alone_what_is_being_published(tmp_path: Path, held: contextlib.ExitStack) -> None:
     """Its manifest may be in the store, and is written once more when that was not acknowledged."""
     rig = Rig(tmp_path / "run", held, verify=False)
-    rig.maintenance.under_way(CheckpointId(rig.old.attempt, rig.old.step))
+    rig.maintenance.protect(CheckpointId(rig.old.attempt, rig.old.step))
     rig.published(rig.new)
     rig.wait()
     assert rig.is_listed(rig.old)
@@ -224,7 +224,7 @@ def test_retention_does_not_take_a_step_for_the_one_that_had_its_name(
     assert not rig.is_listed(rig.old)
     again = publish(rig.root, rig.old.step, {"x": torch.zeros(9)}, attempt=2, plain=True)
     assert again.file == rig.old.file
-    rig.maintenance.under_way(CheckpointId(2, again.step))
+    rig.maintenance.protect(CheckpointId(2, again.step))
     newest = publish(rig.root, 3, {"x": torch.zeros(9)}, attempt=2)
     rig.published(newest)
     rig.wait()
@@ -240,7 +240,7 @@ def test_a_training_that_always_writes_has_its_checkpoints_verified_and_removed(
     tmp_path: Path, held: contextlib.ExitStack
 ) -> None:
     rig = Rig(tmp_path / "run", held, verify=True, waits_seconds_max=0.01)
-    rig.maintenance.give_way(busy=True)
+    rig.maintenance.set_busy(busy=True)
     rig.published(rig.old, rig.new)
     rig.wait()
     assert not rig.is_listed(rig.old)
@@ -253,19 +253,19 @@ def test_a_training_that_always_writes_piles_up_no_checkpoints(
 ) -> None:
     """Each is written while the one before is read: no read waits for a pause in the writing, which has no pauses."""
     rig = Rig(tmp_path / "run", held, verify=True)
-    rig.maintenance.give_way(busy=True)
+    rig.maintenance.set_busy(busy=True)
     rig.published(rig.old, rig.new)
     for step in range(3, 40):
         newest = unread(rig.root, step)
-        rig.maintenance.wrote(newest.image_bytes)
+        rig.maintenance.add_written(newest.image_bytes)
         rig.published(newest)
         wait_until(
             lambda: rig.listed() <= _PILE_MAX, SECONDS_MAX, f"{rig.listed()} checkpoints at step {step}"
         )
-    rig.maintenance.give_way(busy=False)
+    rig.maintenance.set_busy(busy=False)
     rig.wait()
     assert rig.listed() == 1
-    read_back = [item for item in rig.inbox.take() if isinstance(item, ReadBack)]
+    read_back = [item for item in rig.inbox.drain() if isinstance(item, ReadBack)]
     assert {item.state for item in read_back} == {State.VERIFIED}
     assert read_back[-1].key.step == newest.step
 
@@ -274,12 +274,12 @@ def test_superseded_checkpoints_are_removed_unread_once_a_newer_one_is_verified(
     tmp_path: Path, held: contextlib.ExitStack
 ) -> None:
     rig = Rig(tmp_path / "run", held, verify=True)
-    rig.maintenance.give_way(busy=True)  # all are named before the first is read
+    rig.maintenance.set_busy(busy=True)  # all are named before the first is read
     newer = [unread(rig.root, step) for step in (3, 4, 5)]
     rig.published(rig.old, rig.new, *newer)
-    rig.maintenance.give_way(busy=False)
+    rig.maintenance.set_busy(busy=False)
     rig.wait()
-    states = {item.key.step: item.state for item in rig.inbox.take() if isinstance(item, ReadBack)}
+    states = {item.key.step: item.state for item in rig.inbox.drain() if isinstance(item, ReadBack)}
     assert states == {1: State.VERIFIED, 5: State.VERIFIED}
     assert [manifest.step for manifest in (rig.old, rig.new, *newer) if rig.is_listed(manifest)] == [5]
 
@@ -292,7 +292,7 @@ def test_a_drifted_checkpoint_is_read_back_and_never_called_verified(
     (rig.root / manifest_name(drifted.file)).write_bytes(drifted.to_bytes())
     rig.published(rig.old, drifted)
     rig.wait()
-    said = [(item.key.step, item.event, item.note) for item in rig.inbox.take() if isinstance(item, ReadBack)]
+    said = [(item.key.step, item.event, item.note) for item in rig.inbox.drain() if isinstance(item, ReadBack)]
     assert said == [(1, "verified", ""), (2, "drifted", drifted.drift)]
     kept = Manifest.from_bytes(rig.store.read(manifest_name(drifted.file)), source=drifted.file)
     assert (kept.state, kept.note, kept.drift) == (State.DURABLE, READ_BACK, drifted.drift)
@@ -336,11 +336,11 @@ class _Diverged:
     def look_after_all(self) -> list[ReadBack]:
         for step in self.steps:
             manifest = self._unread(step)
-            self.maintenance.published(CheckpointId(manifest.attempt, manifest.step), manifest)
+            self.maintenance.enqueue(CheckpointId(manifest.attempt, manifest.step), manifest)
             deadline = time.monotonic() + SECONDS_MAX
             while not self.maintenance.idle and time.monotonic() < deadline:
                 time.sleep(0.005)
-        return [item for item in self.inbox.take() if isinstance(item, ReadBack)]
+        return [item for item in self.inbox.drain() if isinstance(item, ReadBack)]
 
     def left(self) -> dict[int, Manifest]:
         found = {}
@@ -407,7 +407,7 @@ def test_a_store_without_room_loses_the_rungs_of_the_ladder_and_nothing_else(
         return sorted(int(path.name[5:14]) for path in root.glob("step-*.json"))
 
     newest = publish(root, 6, {"x": torch.zeros(9)})
-    maintenance.published(CheckpointId(newest.attempt, newest.step), newest)
+    maintenance.enqueue(CheckpointId(newest.attempt, newest.step), newest)
     assert wait() == [1, 2, 3, 4, 5, 6]
     maintenance.make_room()
     assert wait() == [5, 6]
@@ -452,7 +452,7 @@ def test_the_best_stay_through_a_restart_and_a_manifest_that_cannot_be_read_is_l
             flusher.callback(maintenance.stop)
             for step in steps:
                 manifest = add(step, 0.5 + step)
-                maintenance.published(manifest.order, manifest)
+                maintenance.enqueue(manifest.order, manifest)
                 wait_until(lambda found=maintenance: found.idle, SECONDS_MAX, "it is not idle")  # type: ignore[misc]
         left.append(sorted(int(path.name[5:14]) for path in root.glob("step-*.pt")))
     assert left == [[1, 2, 4], [1, 2, 6]]

@@ -55,7 +55,7 @@ def test_a_live_one_is_named_and_a_killed_one_is_no_obstacle(tmp_path: Path) -> 
     with _holder(directory) as holder:
         (directory / SOCKET_NAME).touch()
         with pytest.raises(FencedError, match=f"process {holder.pid} is already"):
-            InstanceLease(directory, ends_seconds_max=_SECONDS_MAX)
+            InstanceLease(directory, exit_seconds_max=_SECONDS_MAX)
         (directory / SOCKET_NAME).unlink()
     assert (directory / "flusher.pid").exists()
     InstanceLease(directory).release(keep_directory=False)
@@ -65,7 +65,7 @@ def test_a_live_one_is_named_and_a_killed_one_is_no_obstacle(tmp_path: Path) -> 
 def test_an_ending_holder_is_waited_for(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with _holder(directory) as holder, ThreadPoolExecutor(1) as pool:
-        following = pool.submit(InstanceLease, directory, ends_seconds_max=_SECONDS_MAX)
+        following = pool.submit(InstanceLease, directory, exit_seconds_max=_SECONDS_MAX)
         assert wait([following], timeout=0.3).not_done
         holder.communicate("\n", timeout=_SECONDS_MAX)
         held = following.result(_SECONDS_MAX)
@@ -76,7 +76,7 @@ def test_an_ending_holder_is_waited_for(tmp_path: Path) -> None:
 def test_a_holder_that_neither_ends_nor_serves_is_waited_for_no_longer(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with _holder(directory) as holder, pytest.raises(FencedError, match=f"process {holder.pid} is already"):
-        InstanceLease(directory, ends_seconds_max=0.2)
+        InstanceLease(directory, exit_seconds_max=0.2)
 
 
 def test_released_keeps_the_directory_if_asked_or_not_empty(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_claim_of_its_own_whose_answer_was_lost_fences_nobody(
     assert lease.attempt == 1
     assert lease.renew() == 2
     lease.check()
-    Lease.take(store, takeover=True)
+    Lease.acquire(store, takeover=True)
     with pytest.raises(FencedError, match=r"attempt 3 .* took the run over; attempt 2 stops"):
         lease.check()
 
@@ -142,6 +142,6 @@ def test_a_claim_of_its_own_below_that_of_another_writer_helps_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, lease = _renewed_unheard(tmp_path, monkeypatch)
-    Lease.take(store, takeover=True)
+    Lease.acquire(store, takeover=True)
     with pytest.raises(FencedError, match="attempt 3"):
         lease.check()

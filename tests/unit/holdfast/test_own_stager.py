@@ -12,7 +12,7 @@ from holdfast import own_stager
 from holdfast.errors import ConfigError, FencedError
 from holdfast.image.shares import ShareNumber
 from holdfast.net.address import Address
-from holdfast.own_stager import OwnStagerNote, OwnStagerEndpoint, parse_first_line, find_own_stager, note_path
+from holdfast.own_stager import OwnStagerEndpoint, OwnStagerNote, find_own_stager, note_path, parse_first_line
 
 RUN, OTHER = "/mnt/run", "/mnt/other"
 HERE = Address("127.0.0.1", 29411)

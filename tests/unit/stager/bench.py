@@ -66,13 +66,13 @@ class FakePort:
     def unsent_to(self, rank: int) -> int:
         return 0
 
-    def left(self, rank: int) -> None:
+    def mark_left(self, rank: int) -> None:
         """As under MPI."""
 
     def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:
         self.posted[rank, slot] = (memory, pieces)
 
-    def received(self, rank: int, slot: int) -> int | None:
+    def pop_received(self, rank: int, slot: int) -> int | None:
         return self.arrived.pop((rank, slot), None)
 
     def cancel(self, rank: int, slot: int) -> None:
@@ -149,7 +149,7 @@ class Bench:
     def _attach(self, config: StagerConfig, *, previous: Flusher, lead_attempt: int) -> Flusher:
         """In the line's thread."""
         self.attach_calls += 1
-        assert lead_attempt == (0 if self._share.leads else 3)
+        assert lead_attempt == (0 if self._share.is_lead else 3)
         assert config.ring_bytes == previous.ring.chunk_bytes * previous.ring.ring_chunks
         if self.attach_error is not None:
             raise self.attach_error
@@ -172,7 +172,7 @@ class Bench:
 
     def turn(self) -> None:
         for _ in range(3):
-            self.service._turn()
+            self.service._poll_once()
             self.heard += [message.kind for message in self.flusher.poll()]
 
     def until(self, event: str) -> None:
@@ -180,7 +180,7 @@ class Bench:
         deadline = time.monotonic() + 60
         while not self.happened(event):
             assert time.monotonic() < deadline, event
-            self.service._turn()
+            self.service._poll_once()
             time.sleep(0.001)
         self.turn()
 

@@ -39,7 +39,7 @@ def _handler(around: Any) -> DoubtHandler:
 def test_a_doubt_holds_for_the_attempts_before_a_lost_stager_as_well(tmp_path: Path) -> None:
     around = Around(tmp_path)
     doubt = Doubt(1, (3, 9), "of the test", earlier_attempts=(2, 4))
-    _handler(around).hear(1, wire.decode(doubt.to_frame(Kind.DOUBT, attempt=5)))
+    _handler(around).handle(1, wire.decode(doubt.to_frame(Kind.DOUBT, attempt=5)))
     plain = Doubt(1, (3, 9), "of the test")
     assert read_doubts(tmp_path) == [DoubtedSteps(attempt, plain) for attempt in (2, 4, 5)]
     assert around.to_flusher == ["doubt"]
@@ -49,6 +49,6 @@ def test_a_doubt_holds_for_the_attempts_before_a_lost_stager_as_well(tmp_path: P
 def test_a_doubt_in_the_name_of_another_rank_is_refused(tmp_path: Path) -> None:
     around = Around(tmp_path)
     with pytest.raises(ProtocolError, match="in the name of rank 1"):
-        _handler(around).hear(0, wire.decode(Doubt(1, (3, 9), "").to_frame(Kind.DOUBT, attempt=5)))
+        _handler(around).handle(0, wire.decode(Doubt(1, (3, 9), "").to_frame(Kind.DOUBT, attempt=5)))
     assert read_doubts(tmp_path) == []
     assert not around.to_ranks

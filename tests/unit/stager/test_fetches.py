@@ -69,7 +69,7 @@ def test_two_answers_at_a_time_are_on_their_way_to_a_rank_in_the_order_of_its_qu
     fetch = LiveFetch(ring)
     fetches, port = fetch.fetches, fetch.port
     for rank, step in ((0, 1), (0, 2), (0, 3), (1, 7)):
-        fetches.hear(rank, Frame(Kind.FETCH, 9, step, 0, FetchKind.LAYOUT, 1, b""))
+        fetches.handle(rank, Frame(Kind.FETCH, 9, step, 0, FetchKind.LAYOUT, 1, b""))
     assert fetches.answer()
     assert [(rank, frame.step) for rank, frame in port.sent] == [(0, 1), (0, 2), (1, 7)]
     assert fetches.busy
@@ -77,8 +77,8 @@ def test_two_answers_at_a_time_are_on_their_way_to_a_rank_in_the_order_of_its_qu
     port.unsent.clear()
     assert fetches.answer()
     assert port.sent[-1][1].step == 3
-    fetches.hear(1, Frame(Kind.FETCH, 9, 8, 0, FetchKind.LAYOUT, 1, b""))
-    fetches.left(1)
+    fetches.handle(1, Frame(Kind.FETCH, 9, 8, 0, FetchKind.LAYOUT, 1, b""))
+    fetches.drop_requests(1)
     assert not fetches.busy
 
 
@@ -99,5 +99,5 @@ def test_two_answers_at_a_time_are_on_their_way_to_a_rank_in_the_order_of_its_qu
 def test_nonsense_drops_the_rank(ring: Ring, flags: int, body: bytes) -> None:
     fetches = LiveFetch(ring).fetches
     with pytest.raises(ProtocolError, match="FETCH"):
-        fetches.hear(0, Frame(Kind.FETCH, 9, 3, 0, flags, 1, body))
+        fetches.handle(0, Frame(Kind.FETCH, 9, 3, 0, flags, 1, body))
     assert not fetches.busy

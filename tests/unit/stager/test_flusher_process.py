@@ -83,8 +83,8 @@ def test_a_started_flusher_serves_and_is_outside_of_the_job(
 def test_a_flusher_that_was_started_ahead_touches_nothing_and_is_the_one_that_serves(
     config: StagerConfig, tmp_path: Path
 ) -> None:
-    ahead = PreloadedFlusher(config)
-    pid = ahead.pid
+    preloaded = PreloadedFlusher(config)
+    pid = preloaded.pid
     assert pid is not None
     try:
         process = psutil.Process(pid)
@@ -94,28 +94,28 @@ def test_a_flusher_that_was_started_ahead_touches_nothing_and_is_the_one_that_se
             assert time.monotonic() < deadline, "it does not come to wait"
             time.sleep(0.01)
         assert [path.name for path in tmp_path.iterdir()] == ["state"]
-        found = attach(config, ahead=ahead)
-        assert (found.pid, ahead.pid) == (pid, None)
+        found = attach(config, preloaded=preloaded)
+        assert (found.pid, preloaded.pid) == (pid, None)
         assert Path(f"/proc/{pid}/fd/0").readlink() == Path("/dev/null")
         found.channel.send("finish")
         found.close()
     finally:
-        ahead.close()
+        preloaded.close()
 
 
 def test_a_flusher_that_was_started_ahead_ends_where_another_one_serves(config: StagerConfig) -> None:
     lingering = config.model_copy(update={"linger": True})
-    ahead = PreloadedFlusher(lingering)
-    pid = ahead.pid
+    preloaded = PreloadedFlusher(lingering)
+    pid = preloaded.pid
     assert pid is not None
     waiting = psutil.Process(pid)
     first = attach(lingering)
     assert PreloadedFlusher(lingering).pid is None
     first.channel.send("finish")
     first.close()
-    found = attach(lingering, ahead=ahead)
+    found = attach(lingering, preloaded=preloaded)
     try:
-        assert (found.pid, ahead.pid) == (first.pid, None)
+        assert (found.pid, preloaded.pid) == (first.pid, None)
         assert not waiting.is_running()
     finally:
         found.close()
@@ -126,8 +126,8 @@ _STARTED = """
 import sys, time
 from holdfast.config import StagerConfig
 from stager.flusher_process import PreloadedFlusher
-ahead = PreloadedFlusher(StagerConfig(store=sys.argv[1], runtime_dir=sys.argv[2]))
-print(ahead.pid, flush=True)
+preloaded = PreloadedFlusher(StagerConfig(store=sys.argv[1], runtime_dir=sys.argv[2]))
+print(preloaded.pid, flush=True)
 time.sleep(60)
 """
 
@@ -268,12 +268,12 @@ def test_a_flusher_that_ends_just_as_the_stager_comes_is_replaced(
     else:
         again: list[threading.Thread] = []
 
-        def start(config: StagerConfig, deadline: float, ahead: PreloadedFlusher | None) -> None:
+        def start(config: StagerConfig, deadline: float, preloaded: PreloadedFlusher | None) -> None:
             ends.join()
             again.append(threading.Thread(target=_take_and_end, args=(Listener(directory / SOCKET_NAME),)))
             again[0].start()
 
-        monkeypatch.setattr(flusher_process, "_start", start)
+        monkeypatch.setattr(flusher_process, "_start_flusher", start)
         with pytest.raises(PeerLost, match="that was started hung up before it answered"):
             attach(config)
         again[0].join()

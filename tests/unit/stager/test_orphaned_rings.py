@@ -52,7 +52,7 @@ def test_a_ring_without_a_checkpoint_of_another_run_or_with_a_flusher_is_left_al
         assert orphaned_rings(URL, tmp_path, WHOLE) == []
     with (
         ring(tmp_path, 3) as directory,
-        serve_status(directory, "flusher", StatusState("flusher", URL).said),
+        serve_status(directory, "flusher", StatusState("flusher", URL).build_document),
     ):
         assert orphaned_rings(URL, tmp_path, WHOLE) == []
     assert [one.directory for one in orphaned_rings(URL, tmp_path, WHOLE)] == [directory]

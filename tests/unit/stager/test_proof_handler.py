@@ -36,7 +36,7 @@ def _handler(around: Any, events: EventLog | None = None, *, ranks: int = 2) -> 
 
 
 def _say(handler: ProofHandler, rank: int, key: CheckpointId = KEY) -> None:
-    handler.hear(rank, wire.decode(proof_frame(key, {"rank": rank}, attempt=5)))
+    handler.handle(rank, wire.decode(proof_frame(key, {"rank": rank}, attempt=5)))
 
 
 def _record(key: CheckpointId) -> ProofRecord:
@@ -63,7 +63,7 @@ def test_a_proof_outlives_a_ring_that_its_flusher_has_taken_away(
         _say(handler, rank)
     assert "the ring is gone, because its flusher has ended" in caplog.text
     around.flusher.ring.directory = tmp_path  # the next flusher's
-    handler.again()
+    handler.resend()
     assert read_proofs(tmp_path) == [_record(KEY)]
 
 
@@ -78,12 +78,12 @@ def test_proofs_of_the_job_before_stay(tmp_path: Path) -> None:
 def test_another_flusher_with_another_ring_is_told_again(tmp_path: Path) -> None:
     around = Around(tmp_path)
     handler = _handler(around)
-    handler.again()
+    handler.resend()
     assert around.to_flusher == []
     for rank in (0, 1):
         _say(handler, rank)
     (tmp_path / PROOFS_NAME).unlink()
-    handler.again()
+    handler.resend()
     assert read_proofs(tmp_path) == [_record(KEY)]
     assert around.to_flusher == ["proof", "proof"]
 
@@ -92,16 +92,16 @@ def test_steps_of_which_a_rank_is_silent_do_not_pile_up(tmp_path: Path) -> None:
     handler = _handler(Around(tmp_path))
     for step in range(100):
         _say(handler, 0, CheckpointId(5, step))
-    assert len(handler._coming) == PROOFS_MAX
+    assert len(handler._pending) == PROOFS_MAX
 
 
 def test_the_verdict_of_rank_0_becomes_an_event(tmp_path: Path) -> None:
     events, seen = EventLog(None, role="stager"), []
-    events.listen(lambda event, fields, step: seen.append((event, dict(fields), step)))
+    events.add_listener(lambda event, fields, step: seen.append((event, dict(fields), step)))
     handler = _handler(Around(tmp_path), events)
     proof = ResumeProof(ProofVerdict.DIFFERS, "resume differs: …")
     frame = wire.decode(proof_frame(KEY, proof, attempt=5))
-    handler.hear(0, frame)
+    handler.handle(0, frame)
     assert seen == [("resume_proof", {"attempt": 5, "verdict": "differs", "text": "resume differs: …"}, 3)]
     with pytest.raises(ProtocolError, match="only rank 0"):
-        handler.hear(1, frame)
+        handler.handle(1, frame)

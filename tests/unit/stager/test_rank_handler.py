@@ -73,7 +73,7 @@ def _pass(bench: Bench, seconds: int, *, alive: tuple[int, ...]) -> None:
         bench.now += 0.5
         for rank in alive:
             bench.port.say(rank, Kind.BEAT)
-        bench.service._turn()
+        bench.service._poll_once()
 
 
 def _told_but_beats(bench: Bench, rank: int) -> list[Kind]:

@@ -192,6 +192,6 @@ def test_the_loop_looks_less_often_the_longer_nothing_comes(
     monkeypatch.setattr(bench.service._line, "wait", pauses.append)
     bench.now += waited_seconds
     for _ in range(40):
-        bench.service._rest()
+        bench.service._idle()
     assert pauses[0] == pytest.approx(50e-6)
     assert max(pauses) == pytest.approx(longest_seconds)

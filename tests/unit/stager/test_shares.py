@@ -91,7 +91,7 @@ def test_a_member_waits_at_the_end_for_no_one_who_may_never_publish(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make(MEMBER)
-    monkeypatch.setattr(service, "is_kept", lambda _: True)
+    monkeypatch.setattr(service, "is_ring_kept", lambda _: True)
     bench.offer_all()
     bench.pay_all()
     for rank in range(2):

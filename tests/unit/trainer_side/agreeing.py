@@ -63,7 +63,7 @@ class NoticeRank(AgreeingRank):
         super().__init__(self.agreed_steps)
 
     def take(self, said: Announcement) -> StepAnswer | None:
-        return self.agreed_steps.heard(said)
+        return self.agreed_steps.handle(said)
 
     def reach(self) -> None:
         before = self.agreed_steps.notice
@@ -83,7 +83,7 @@ class IntervalRank(AgreeingRank):
         super().__init__(self.schedule)
 
     def take(self, said: Announcement) -> StepAnswer | None:
-        return None if self.cut else self.schedule.heard(said, 0.1)
+        return None if self.cut else self.schedule.handle(said, 0.1)
 
     def reach(self) -> None:
         before = self.schedule._pace
@@ -132,14 +132,14 @@ class AgreeingJob(ABC):
     def lose_rank(self, rank: int, reason: str) -> None: ...
 
     def take(self, rank: int, answer: StepAnswer) -> list[Effect]:
-        return self.decider.answered(rank, answer, self.now)
+        return self.decider.on_answer(rank, answer, self.now)
 
     def do(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, EventLine):
                 self.said.append(effect)
                 continue
-            if effect.word is PROPOSED:
+            if effect.kind is PROPOSED:
                 self.proposed.append(effect.step)
             for rank in self._ranks:
                 self.send(rank, effect)
@@ -190,17 +190,17 @@ class NoticeJob(AgreeingJob):
         return self.emergency
 
     def notice(self, rank: int, notice: Notice, left: float | None) -> None:
-        self.do(self.emergency.noticed(rank, notice, left, f"rank {rank}", self.now))
+        self.do(self.emergency.on_notice(rank, notice, left, f"rank {rank}", self.now))
 
     def begin(self, number: int) -> None:
         self.notice(number % len(self.ranks), terminate(100), 100.0)
 
     def follow(self, step: int) -> None:
-        self.emergency.offered(step)
-        self.do(self.emergency.ended(step, "busy", self.now))
+        self.emergency.on_offered(step)
+        self.do(self.emergency.on_ended(step, "busy", self.now))
 
     def lose_rank(self, rank: int, reason: str) -> None:
-        self.do(self.emergency.rank_left(rank, reason, self.now))
+        self.do(self.emergency.on_rank_left(rank, reason, self.now))
 
 
 class IntervalJob(AgreeingJob):
@@ -219,7 +219,7 @@ class IntervalJob(AgreeingJob):
 
     def wish(self, every: int) -> None:
         if not self.dead:
-            self.do(self.interval.wished(PaceRequest(every, self.ranks[0].step, WHY), self.now))
+            self.do(self.interval.on_request(PaceRequest(every, self.ranks[0].step, WHY), self.now))
 
     def begin(self, number: int) -> None:
         self.wish(10 + number)
@@ -228,7 +228,7 @@ class IntervalJob(AgreeingJob):
         self.wish(1000 + step)
 
     def lose_rank(self, rank: int, reason: str) -> None:
-        self.do(self.interval.left(reason, lost=True))
+        self.do(self.interval.on_rank_left(reason, lost=True))
 
     def send(self, rank: AgreeingRank, said: Announcement) -> None:
         if self.dies_after is not None:
@@ -242,7 +242,7 @@ class IntervalJob(AgreeingJob):
             return []
         refusal = str(answer.body.get("refusal", ""))
         if refusal:
-            return self.interval.refused(rank, answer.number, refusal)
+            return self.interval.on_refusal(rank, answer.number, refusal)
         return super().take(rank, answer)
 
     def deliver(self) -> None:

@@ -61,7 +61,7 @@ def sent(skeleton: Skeleton, captured: Capture) -> dict[int, bytes]:
     """Return the bytes that one rank sends, by image offset, with CRC fields still zero."""
     layout, rank = skeleton.layout, skeleton.rank
     frames: dict[int, bytes] = {}
-    for chunk, extents in layout.sends(rank):
+    for chunk, extents in layout.sent_frames(rank):
         for extent in extents:
             memory = bytearray(extent.nbytes)
             skeleton.write_literals(extent, memoryview(memory))

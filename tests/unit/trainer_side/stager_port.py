@@ -67,7 +67,7 @@ class FakePort:
             self.payloads.append((slot, bytes(payload)))
             return len(self.payloads)
 
-    def sent(self, handle: int) -> bool:
+    def is_sent(self, handle: int) -> bool:
         self._check()
         return not self.hold
 
@@ -78,7 +78,7 @@ class FakePort:
             inbox, self.inbox = self.inbox, []
         return inbox
 
-    def leave(self, seconds_max: float, *, lost: bool = False) -> None:
+    def disconnect(self, seconds_max: float, *, lost: bool = False) -> None:
         self.left = True
 
     # -- the test's side
@@ -124,7 +124,7 @@ def make(
     rank: int = 0,
     auto: bool = False,
     member: bool = False,
-    again: Reconnect | None = None,
+    reconnect: Reconnect | None = None,
     clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> Link:
@@ -137,7 +137,7 @@ def make(
         else StagerInbox(rank, agreed, Schedule(auto=auto, wait_seconds_max=config.stager_seconds_max))
     )
     events = EventLog(config.events, role="trainer", rank=rank)
-    return Link(config, GreetedStager(port, welcome), inbox, events, rank=rank, again=again, clock=clock)
+    return Link(config, GreetedStager(port, welcome), inbox, events, rank=rank, reconnect=reconnect, clock=clock)
 
 
 def agreed_steps(link: Link) -> AgreedSteps:

@@ -61,10 +61,10 @@ class FakeLink:
         self.agreed_steps, self.schedule = inbox._agreed_steps, inbox._schedule
         return self
 
-    def fetch(self, asked: FetchKind, **_: Any) -> None:
+    def fetch(self, fetch_kind: FetchKind, **_: Any) -> None:
         return
 
-    def tell(self, message: StagerMessage) -> None:
+    def send_message(self, message: StagerMessage) -> None:
         frame = wire.decode(message.encode(self.job.attempts))
         match frame.kind:
             case Kind.NOTICE:
@@ -76,8 +76,8 @@ class FakeLink:
 
     def appoint(self, step: int, terms: SaveInstruction) -> None:
         """As the stager does, once every rank has promised the step."""
-        assert self.agreed_steps.heard(Announcement(AnnouncementKind.PROPOSED, step, step)) is not None
-        self.agreed_steps.heard(Announcement(AnnouncementKind.APPOINTED, step, step, terms.to_json()))
+        assert self.agreed_steps.handle(Announcement(AnnouncementKind.PROPOSED, step, step)) is not None
+        self.agreed_steps.handle(Announcement(AnnouncementKind.APPOINTED, step, step, terms.to_json()))
 
     def agree(self, proposal: Proposal, **_: Any) -> Agreement:
         agreed = LayoutRound(1, SECONDS_MAX).propose(0, proposal, 0.0)
@@ -93,7 +93,7 @@ class FakeLink:
         self.offers[step] = transfer, source
         return transfer
 
-    def answer(self, _step: int) -> None:
+    def decline_reason(self, _step: int) -> None:
         return None
 
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
@@ -104,7 +104,7 @@ class FakeLink:
 
     def stage(self, step: int) -> None:
         transfer, _ = self.offers[step]
-        transfer.reach(TransferState.STAGED)
+        transfer.set_state(TransferState.STAGED)
         transfer.released.set()
 
     def bytes_of(self, step: int) -> bytes:
@@ -371,8 +371,8 @@ def test_auto_saves_where_the_schedule_says_and_at_the_appointed_step(link: Fake
     rank = Rank(link, every="auto")
     link.appoint(20, SaveInstruction(True, "there is time", Notice(NoticeKind.REBALANCE, None, "aws"), 4, 40))
     assert steps_begun(rank, range(70)) == [15, 20, 23, 31, 63]
-    link.schedule.heard(Announcement(AnnouncementKind.PROPOSED, 71, 1))
-    link.schedule.heard(Announcement(AnnouncementKind.APPOINTED, 71, 1, {"first": 73, "every": 10}))
+    link.schedule.handle(Announcement(AnnouncementKind.PROPOSED, 71, 1))
+    link.schedule.handle(Announcement(AnnouncementKind.APPOINTED, 71, 1, {"first": 73, "every": 10}))
     assert steps_begun(rank, range(70, 100)) == [73, 83, 93]
 
 

@@ -37,7 +37,7 @@ class Link(FakeLink):
 
     def offer(self, step: int, source: Any, record: SaveRecord, layout: Any) -> Transfer:
         if self.job.problem is not None:
-            return Transfer.none(step, record, Reason.of_error(self.job.problem))
+            return Transfer.not_sent(step, record, Reason.from_error(self.job.problem))
         return super().offer(step, source, record, layout)
 
 

@@ -81,18 +81,18 @@ def test_a_rank_that_is_set_otherwise_is_refused_on_every_rank(
     def work(peers: ThreadPeers) -> bool:
         config = TrainerConfig(**(settings | other if peers.rank == 1 else settings))
         with pytest.raises(ConfigError, match=words):
-            compare_settings(config, peers, alone=alone)
+            compare_settings(config, peers, without_stager=alone)
         return True
 
     assert all(Ranks(3).run(work))
-    Ranks(2).run(lambda peers: compare_settings(TrainerConfig(**settings), peers, alone=alone))
+    Ranks(2).run(lambda peers: compare_settings(TrainerConfig(**settings), peers, without_stager=alone))
 
 
 def test_a_set_aside_on_one_rank_alone_is_refused_without_any_tiers() -> None:
     def work(peers: ThreadPeers) -> bool:
         config = TrainerConfig(restore_set_aside=(CheckpointId(1, 5),) if peers.rank == 1 else ())
         with pytest.raises(ConfigError, match="restore_set_aside: rank 1 has"):
-            compare_settings(config, peers, alone=False)
+            compare_settings(config, peers, without_stager=False)
         return True
 
     assert all(Ranks(2).run(work))
@@ -156,7 +156,7 @@ def test_without_a_stager_the_attempt_is_above_tiers_and_store_and_the_store_is_
     assert _attempt_without_stager(config, store_url, [tier], LonePeers()) == 9
     store = open_store(store_url)
     assert newest_attempt(store) == 9
-    assert Lease.take(store).attempt == 10, "and a stager is not held up by it"
+    assert Lease.acquire(store).attempt == 10, "and a stager is not held up by it"
 
 
 def test_a_store_that_does_not_answer_is_passed_over_only_when_told_so(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_step_without_room_is_declined_when_training_goes_on(
 ) -> None:
     rank = Rank(link)
     if goes_on is _next_update:
-        rank.checkpointer._seat.give_up()
+        rank.checkpointer._seat.release()
         rank.optimizer = torch.optim.SGD(rank.model.parameters(), lr=0.1)  # type: ignore[attr-defined]
         state = {"model": rank.model, "optimizer": rank.optimizer}  # type: ignore[attr-defined]
         rank.checkpointer = type(rank.checkpointer)(state, config=rank.checkpointer._config)

@@ -18,15 +18,15 @@ def test_a_step_that_another_rank_declined_is_not_saved() -> None:
     ledger = Ledger()
     first, second, third = (Transfer(step, SaveRecord()) for step in range(3))
     for transfer in (first, second, third):
-        ledger.begun(transfer)
+        ledger.record_begun(transfer)
     assert (ledger.stats.saved, ledger.stats.declined) == (3, 0)
     assert not ledger.summary()
-    first.reach(TransferState.DURABLE)
-    second.reach(TransferState.DECLINED, DeclineCause.BUSY.because("still being sent").of_rank(1))
-    third.reach(TransferState.STAGED)
+    first.set_state(TransferState.DURABLE)
+    second.set_state(TransferState.DECLINED, DeclineCause.BUSY.because("still being sent").with_rank(1))
+    third.set_state(TransferState.STAGED)
     assert (ledger.stats.saved, ledger.stats.declined) == (2, 1)
-    third.reach(TransferState.FAILED, Reason.of_error(PeerLost("the flusher ended")))
-    ledger.declined("busy")
+    third.set_state(TransferState.FAILED, Reason.from_error(PeerLost("the flusher ended")))
+    ledger.record_declined("busy")
     stats = ledger.stats
     assert (stats.saved, stats.declined, stats.failed) == (1, 2, 1)
     assert ledger.summary() == "3 of 4 steps were not checkpointed: 2 busy, 1 a process was lost or late"
@@ -37,8 +37,8 @@ def test_steps_that_have_ended_take_no_memory_though_nobody_asks_for_the_stats()
     for step in range(20):
         transfer = Transfer(step, SaveRecord())
         seen.append(weakref.ref(transfer))
-        ledger.begun(transfer)
-        transfer.reach(TransferState.DURABLE)
+        ledger.record_begun(transfer)
+        transfer.set_state(TransferState.DURABLE)
     del transfer
     gc.collect()
     assert sum(reference() is not None for reference in seen) == 1
@@ -48,23 +48,23 @@ def test_steps_that_have_ended_take_no_memory_though_nobody_asks_for_the_stats()
 def _kept(ledger: Ledger, step: int) -> TierWrite:
     """A step that this rank has in a local tier, in a job without a stager."""
     tier_write = TierWrite((1, step), (), SaveRecord(), {0: cast(Any, None)})
-    ledger.begun(Transfer.none(step, SaveRecord()), tier_write)
+    ledger.record_begun(Transfer.not_sent(step, SaveRecord()), tier_write)
     return tier_write
 
 
 def test_a_step_that_all_ranks_refuse_counts_as_failed_whenever_that_is_heard() -> None:
-    ledger, differ = Ledger(), Reason.of_error(StateError("rank 1 has drifted"))
+    ledger, differ = Ledger(), Reason.from_error(StateError("rank 1 has drifted"))
     early = _kept(ledger, 1)
-    ledger.refused(1, differ)
+    ledger.record_refused(1, differ)
     assert (ledger.stats.saved, ledger.stats.failed) == (1, 0), "a tier still reads its area"
     early.finish_in(0, DeclineCause.VOID.because("of all ranks"))
     assert ledger.stats.failed == 1
     _kept(ledger, 2).finish_in(0)
     assert (ledger.stats.saved, ledger.stats.failed) == (1, 1)
-    ledger.refused(2, differ)
-    ledger.refused(2, differ)  # each tier's verdict says it
+    ledger.record_refused(2, differ)
+    ledger.record_refused(2, differ)  # each tier's verdict says it
     assert (ledger.stats.saved, ledger.stats.failed) == (0, 2)
-    ledger.refused(3, differ)  # the copy thread is quicker than the training thread
+    ledger.record_refused(3, differ)  # the copy thread is quicker than the training thread
     _kept(ledger, 3).finish_in(0)
     assert (ledger.stats.saved, ledger.stats.failed, ledger.stats.declined) == (0, 3, 0)
     assert ledger.stats.causes == {"the ranks' states differ": 3}
@@ -73,7 +73,7 @@ def test_a_step_that_all_ranks_refuse_counts_as_failed_whenever_that_is_heard() 
 def test_a_step_that_the_stager_made_durable_is_not_refused() -> None:
     ledger = Ledger()
     transfer = Transfer(1, SaveRecord())
-    ledger.begun(transfer)
-    transfer.reach(TransferState.DURABLE)
-    ledger.refused(1, Reason.of_error(StateError("rank 1 has drifted")))
+    ledger.record_begun(transfer)
+    transfer.set_state(TransferState.DURABLE)
+    ledger.record_refused(1, Reason.from_error(StateError("rank 1 has drifted")))
     assert (ledger.stats.saved, ledger.stats.failed) == (1, 0)

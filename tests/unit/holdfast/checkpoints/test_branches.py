@@ -76,12 +76,12 @@ def test_rewound_says_what_an_older_checkpoint_does_not_know() -> None:
     branches = Branches(
         [rewind(2, (100, 1), (150, 160)), rewind(4, (120, 3), (130, 131), (140, 140), newest=200)]
     )
-    assert branches.rewound(CheckpointId(5, 125)) is None
-    assert branches.rewound(CheckpointId(3, 120)) == Rewound(
+    assert branches.rewind_since(CheckpointId(5, 125)) is None
+    assert branches.rewind_since(CheckpointId(3, 120)) == Rewound(
         120, 200, (StepRange(140, 140), StepRange(130, 131))
     )
     # The fork is damaged, and the one before it lies before both rewinds.
-    before = branches.rewound(CheckpointId(1, 155))
+    before = branches.rewind_since(CheckpointId(1, 155))
     assert before is not None
     assert before.skipped == (StepRange(156, 160),), "what is in the checkpoint already is not left out"
 
@@ -132,6 +132,6 @@ def test_attempts_grow_beyond_a_rewind_although_the_claims_were_cleared_away() -
     add_small(store, 1)
     put(store, rewind(7, (1, 1)))
     assert newest_attempt(store) == 7
-    lease = Lease.take(store)
+    lease = Lease.acquire(store)
     assert lease.attempt == 8
     lease.release()

@@ -22,7 +22,7 @@ class Run:
         self.store, self.now = MemoryStore(), 100.0
 
     def take(self) -> Lease:
-        return Lease.take(self.store, identity=_DEAD, clock=lambda: self.now)
+        return Lease.acquire(self.store, identity=_DEAD, clock=lambda: self.now)
 
     def work(self, seconds: float) -> Lease:
         """An attempt that works for so long and shows it with a heartbeat."""
@@ -36,7 +36,7 @@ class Run:
 
     def seen(self) -> FailureCount:
         """By the next attempt."""
-        return self.take().seen
+        return self.take().prior_failures
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def run() -> Run:
 
 
 def test_a_new_run_has_seen_nothing(run: Run) -> None:
-    assert run.take().seen == FailureCount()
+    assert run.take().prior_failures == FailureCount()
     assert read_failure_count(run.store) == FailureCount()
 
 
@@ -94,7 +94,7 @@ def test_each_attempt_counts_once_however_many_claims_follow(run: Run) -> None:
 def test_a_writer_that_wakes_after_the_next_attempt_changes_nothing(run: Run) -> None:
     asleep = run.work(60.0)
     following = run.take()
-    assert following.seen == FailureCount(1, 60.0)
+    assert following.prior_failures == FailureCount(1, 60.0)
     run.now += 5000.0
     asleep.end_work(lost=False)
     with pytest.raises(FencedError):
@@ -106,9 +106,9 @@ def test_a_writer_that_wakes_after_the_next_attempt_changes_nothing(run: Run) ->
 def test_a_job_that_goes_on_under_the_next_flusher_was_not_lost(run: Run) -> None:
     run.work(60.0)
     lease = run.take()
-    assert lease.seen == FailureCount(1, 60.0)
+    assert lease.prior_failures == FailureCount(1, 60.0)
     lease.resume_work()
-    assert lease.seen == FailureCount(0, 60.0)
+    assert lease.prior_failures == FailureCount(0, 60.0)
     run.now += 30.0
     lease.beat()
     assert read_failure_count(run.store) == FailureCount(0, 90.0)
@@ -123,7 +123,7 @@ def test_only_a_job_that_was_counted_can_be_taken_back(run: Run) -> None:
     lease.release()
     following = run.take()
     following.resume_work()
-    assert following.seen == FailureCount(1, 60.0)
+    assert following.prior_failures == FailureCount(1, 60.0)
 
 
 def test_a_damaged_claim_loses_what_it_had_counted_and_no_more(run: Run) -> None:

@@ -47,7 +47,7 @@ class _Taken(BaseUpload):
         self.parts: dict[int, bytes] = {}
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
-        with self._ledger.entry(index, buffers):
+        with self._ledger.track_part(index, buffers):
             self.order.append(index)
             self.parts[index] = b"".join(buffers)
 
@@ -57,7 +57,7 @@ class _Taken(BaseUpload):
 
 
 def _measured(width: int) -> ConcurrencyLimit:
-    return ConcurrencyLimit(64, AdaptiveLimit(width, least=width, most=64))
+    return ConcurrencyLimit(64, AdaptiveLimit(width, minimum=width, maximum=64))
 
 
 def _written(
@@ -73,11 +73,11 @@ def test_every_part_is_written_once(limit: ConcurrencyLimit) -> None:
     finisher = ChunkFinisher(CheckpointId(1, 1), image.layout)
     assert sum(write_image(upload, image, finisher, limit)) == _NBYTES
     assert sorted(upload.order) == list(range(_CHUNKS // 2))
-    if limit.most == 1:
+    if limit.maximum == 1:
         assert upload.order == sorted(upload.order)
     for part, content in upload.parts.items():
         assert content == bytes([2 * part]) * _CHUNK + bytes([2 * part + 1]) * _CHUNK
-    assert len(finisher.finished().chunk_crc32s) == _CHUNKS
+    assert len(finisher.finished_image().chunk_crc32s) == _CHUNKS
 
 
 def test_after_a_part_that_failed_no_other_begins() -> None:
@@ -99,7 +99,7 @@ def test_after_a_part_that_failed_no_other_begins() -> None:
 
     upload = Lost()
     with pytest.raises(StoreError, match="lost"):
-        list(_written(upload, ConcurrencyLimit(64, AdaptiveLimit(1, least=1, most=64)), Told()))
+        list(_written(upload, ConcurrencyLimit(64, AdaptiveLimit(1, minimum=1, maximum=64)), Told()))
     assert len(upload.order) == 1
 
 

@@ -48,7 +48,7 @@ def changed(claim: bytes, **changes: object) -> bytes:
 
 
 def take(store: MemoryStore, identity: Identity = HERE, sleep: Callable[[float], None] = no_sleep) -> Lease:
-    return Lease.take(store, identity=identity, sleep=sleep)
+    return Lease.acquire(store, identity=identity, sleep=sleep)
 
 
 def test_the_first_writer_is_attempt_one() -> None:
@@ -115,7 +115,7 @@ def test_another_boot_or_pid_namespace_is_another_place() -> None:
 
 def test_a_silent_writer_elsewhere_is_succeeded_after_two_heartbeats() -> None:
     store = MemoryStore()
-    Lease.take(store, identity=ELSEWHERE, heartbeat_seconds=8.0)
+    Lease.acquire(store, identity=ELSEWHERE, heartbeat_seconds=8.0)
     slept: list[float] = []
     assert take(store, sleep=slept.append).attempt == 2
     # The holder's own heartbeat counts when it is slower than ours.
@@ -145,7 +145,7 @@ def test_a_writer_that_releases_while_being_watched_is_succeeded() -> None:
 
 def test_a_heartbeat_from_outside_cannot_make_us_wait_for_hours() -> None:
     store = MemoryStore()
-    Lease.take(store, identity=ELSEWHERE, heartbeat_seconds=1e9)
+    Lease.acquire(store, identity=ELSEWHERE, heartbeat_seconds=1e9)
     slept: list[float] = []
     take(store, sleep=slept.append)
     assert sum(slept) == pytest.approx(120.0)
@@ -154,7 +154,7 @@ def test_a_heartbeat_from_outside_cannot_make_us_wait_for_hours() -> None:
 def test_a_takeover_asks_nobody_and_fences_the_one_before() -> None:
     store = MemoryStore()
     first = take(store)
-    second = Lease.take(store, identity=ELSEWHERE, takeover=True, sleep=no_sleep)
+    second = Lease.acquire(store, identity=ELSEWHERE, takeover=True, sleep=no_sleep)
     assert second.attempt == 2
     second.check()
     for act in (first.check, first.beat):
@@ -167,7 +167,7 @@ def test_a_takeover_asks_nobody_and_fences_the_one_before() -> None:
 def test_a_fenced_writer_leaves_no_trace_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     first = take(store)
-    Lease.take(store, identity=ELSEWHERE, takeover=True)
+    Lease.acquire(store, identity=ELSEWHERE, takeover=True)
     before = dict(store.objects)
     with caplog.at_level(logging.WARNING, logger="holdfast.claim"):
         first.release()
@@ -315,7 +315,7 @@ def test_a_huge_claim_counts_as_dead_and_says_its_size(caplog: pytest.LogCapture
     store = MemoryStore()
     store.objects[".holdfast/writer-000007.json"] = bytes((1 << 16) + 1)
     with caplog.at_level(logging.WARNING, logger="holdfast.claim"):
-        assert Lease.take(store).attempt == 8
+        assert Lease.acquire(store).attempt == 8
     assert "writer-000007.json: 65537 bytes, expected at most 65536; not read" in caplog.text
     assert "find out who did, and move it away" in caplog.text
 
@@ -342,7 +342,7 @@ def test_a_claim_with_a_number_far_from_all_others_does_not_end_the_run(
 ) -> None:
     store = MemoryStore()
     store.objects[f".holdfast/writer-{planted:06d}.json"] = b"{}"
-    claim = Lease.take(store, heartbeat_seconds=5.0)
+    claim = Lease.acquire(store, heartbeat_seconds=5.0)
     assert claim.attempt == 1
     claim.check()
     claim.release()

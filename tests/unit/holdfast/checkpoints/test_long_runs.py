@@ -73,7 +73,7 @@ def _large(step: int, attempt: int = 1, state: State = State.VERIFIED, *, file: 
 def store() -> CountedStore:
     """A run of the first attempt whose writer was of this version."""
     store = CountedStore()
-    Lease.take(store).release()
+    Lease.acquire(store).release()
     image = small_image()
     for step in range(1, _STEPS + 1):
         manifest = _large(step)
@@ -103,7 +103,7 @@ def _restored_first(catalog: Catalog) -> Candidate | None:
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_the_newest_good_one_costs_no_look_at_the_older_ones(store: CountedStore, look: str) -> None:
-    Lease.take(store).release()  # the second attempt begins
+    Lease.acquire(store).release()  # the second attempt begins
     _add(store, _large(_STEPS + 1, 2, State.BAD))
     store.read_fully.clear()
     assert LOOKS[look](Catalog(store)) == _STEPS
@@ -160,21 +160,21 @@ def test_a_claim_says_that_names_tell_attempts_as_long_as_each_writer_did() -> N
     store = MemoryStore()
     assert not plain_names_are_first(store, store.list()), "no claim"
     for _ in range(5):  # old claims are removed
-        Lease.take(store).release()
+        Lease.acquire(store).release()
         assert plain_names_are_first(store, store.list())
     assert claim_attempt(store, 6)
     assert plain_names_are_first(store, store.list())
     assert newest_of_store(store) == 6
     _claim_of_an_older_version(store, 7)
     assert not plain_names_are_first(store, store.list())
-    Lease.take(store).release()
+    Lease.acquire(store).release()
     assert not plain_names_are_first(store, store.list()), "what the older version wrote is still there"
 
 
 def test_names_of_a_run_with_manifests_and_no_claim_do_not_tell_its_attempt() -> None:
     store = MemoryStore()
     add_small(store, 1, attempt=4)
-    claim = Lease.take(store)
+    claim = Lease.acquire(store)
     assert claim.attempt == 5
     assert not plain_names_are_first(store, store.list())
 

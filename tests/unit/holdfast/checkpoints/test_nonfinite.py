@@ -164,7 +164,7 @@ def test_a_state_that_is_broken_all_over_names_some_of_its_tensors() -> None:
     assert (found.values, found.tensors, len(found.named)) == (300, 150, 100)
     marked = manifest.model_copy(update={"nonfinite": found})
     assert Manifest.from_bytes(marked.to_bytes(), source="here") == marked
-    assert "300 numbers are not finite (NaN or infinite), in t0, t1, t2, t3 and 146 more" in found.told()
+    assert "300 numbers are not finite (NaN or infinite), in t0, t1, t2, t3 and 146 more" in found.describe()
 
 
 def test_a_manifest_without_the_field_has_the_bytes_of_before() -> None:

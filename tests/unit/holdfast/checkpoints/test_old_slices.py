@@ -57,7 +57,7 @@ def test_a_step_that_has_become_a_file_is_not_named(store: PosixStore, tmp_path:
 
 def test_no_attempt_gets_the_number_of_one_of_them(store: PosixStore) -> None:
     assert newest_attempt(store) == 3
-    assert Lease.take(store).attempt == 4
+    assert Lease.acquire(store).attempt == 4
 
 
 def test_commands_name_them_and_call_them_no_checkpoints(store: PosixStore) -> None:

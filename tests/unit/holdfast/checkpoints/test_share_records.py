@@ -68,7 +68,7 @@ def test_records_of_one_flusher_are_read_by_the_others_until_they_are_cleared() 
     records.begin(start, IMAGE.layout)
     assert records.start() == start
     assert records.layout() == IMAGE.layout
-    assert start.complaint(IMAGE.layout, SHARES) == ""
+    assert start.describe_mismatch(IMAGE.layout, SHARES) == ""
     assert records.crcs(start, 1) is None
     records.put_crcs(start, ImageShare(SHARES, 1), sums(1).entry_crcs)
     crcs = records.crcs(start, 1)
@@ -195,7 +195,7 @@ def test_a_record_that_is_none_of_ours_is_our_error(name: str) -> None:
 
 def test_a_start_with_another_split_is_named() -> None:
     _, start = begun(MemoryStore())
-    said = start.complaint(IMAGE.layout, Shares.of(IMAGE.layout, 2, 2))
+    said = start.describe_mismatch(IMAGE.layout, Shares.of(IMAGE.layout, 2, 2))
     assert "count 3, expected 2" in said
     assert "part_bytes 4096, expected 8192" in said
 

@@ -150,7 +150,7 @@ def test_an_endpoint_that_refuses_is_said_in_one_line(run: Any, monkeypatch: pyt
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-the-test")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-test")
         monkeypatch.setattr(
-            "holdfast.store.retrying._CHECK_BUDGET", RetryBudget(3, 30.0, 0.01, is_told=False)
+            "holdfast.store.retrying._CHECK_BUDGET", RetryBudget(3, 30.0, 0.01, log_warnings=False)
         )
         code, _, said = run("ls", "s3://bucket/run")
     assert code == StoreError.exit_code

@@ -61,7 +61,7 @@ def test_before_counts_the_bytes_of_the_region(case: Case) -> None:
     comb = Comb(case.shape, case.item_bytes, case.region)
     nbytes = int(np.prod(case.shape)) * case.item_bytes
     for offset in range(-1, nbytes + 2):
-        assert comb.before(offset) == int((case.places < offset).sum())
+        assert comb.bytes_before(offset) == int((case.places < offset).sum())
 
 
 def test_a_column_is_one_block_whatever_its_length() -> None:

@@ -42,7 +42,7 @@ def test_slices_cover_every_byte_exactly_once(layout: Layout) -> None:
     for rank in range(layout.ranks):
         chunks = []
         total = 0
-        for chunk, extents in layout.sends(rank):
+        for chunk, extents in layout.sent_frames(rank):
             chunks.append(chunk)
             window = layout.chunk_extent(chunk)
             assert rank in layout.senders(chunk)

@@ -161,7 +161,7 @@ def test_a_manifest_says_how_tensors_were_split() -> None:
     tensors = [tensor.model_dump() | {"split": 0 if n else None} for n, tensor in enumerate(MANIFEST.tensors)]
     made = Manifest.from_bytes(changed(splits=SPLIT, tensors=tensors), source="here")
     assert [tensor.split for tensor in made.tensors] == [None, 0, 0, 0]
-    assert made.splits[0].told() == "split in 4 along dim 0"
+    assert made.splits[0].describe() == "split in 4 along dim 0"
     assert Manifest.from_bytes(made.to_bytes(), source="here") == made
 
 

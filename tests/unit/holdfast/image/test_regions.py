@@ -43,7 +43,7 @@ def test_a_comb_is_what_numpy_cuts_out(box: tuple[tuple[int, ...], Region], data
     assert comb.nbytes == len(expected)
     assert comb.span == Extent(expected[0], expected[-1] + 1 - expected[0])
     for offset in range(-1, math.prod(shape) * ITEM_BYTES + 2):
-        assert comb.before(offset) == sum(one < offset for one in expected)
+        assert comb.bytes_before(offset) == sum(one < offset for one in expected)
     first = data.draw(st.integers(0, comb.nbytes))
     end = data.draw(st.integers(first, comb.nbytes))
     extents = comb.extents(first, end)

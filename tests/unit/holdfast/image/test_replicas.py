@@ -106,7 +106,7 @@ def test_each_rank_and_tensor_is_news_once() -> None:
     def news(values: dict[int, tuple[int, int]]) -> bool:
         found = replicas.compare(layout, 1, values)
         assert found is not None
-        return replicas.is_news(found)
+        return replicas.is_new(found)
 
     assert news({0: (1, 2), 1: (1, 2), 2: (1, 5)})
     assert not news({0: (8, 2), 1: (8, 2), 2: (8, 6)})
@@ -126,20 +126,20 @@ def test_a_sample_that_is_equal_does_not_clear_a_tensor_that_drifted() -> None:
     replicas, layout = ReplicaComparer(), _layout_of(1 << 20)
     assert replicas.compare(layout, 5, {0: (1,), 1: (2,)}) is not None
     assert replicas.compare(layout, 6, {0: (3,), 1: (3,)}) is None, "other rows"
-    assert "drifted apart at step 5, in model/w" in replicas.suspicion(6)
+    assert "drifted apart at step 5, in model/w" in replicas.describe_unresolved(6)
     assert replicas.compare(_layout_of(1 << 21), 7, {0: (3,), 1: (3,)}) is None
-    assert replicas.suspicion(7), "more room for the pickle is another layout, and proves nothing"
+    assert replicas.describe_unresolved(7), "more room for the pickle is another layout, and proves nothing"
 
 
 def test_a_tensor_that_was_seen_whole_is_cleared() -> None:
     replicas, layout = ReplicaComparer(), _layout_of(400)
-    assert not replicas.suspicion(4)
+    assert not replicas.describe_unresolved(4)
     assert replicas.compare(layout, 5, {0: (1,), 1: (2,)}) is not None
-    assert replicas.suspicion(5)
+    assert replicas.describe_unresolved(5)
     assert replicas.compare(layout, 6, {0: (3,)}) is None, "the other rank is lost"
-    assert replicas.suspicion(6)
+    assert replicas.describe_unresolved(6)
     assert replicas.compare(layout, 7, {0: (3,), 1: (3,)}) is None
-    assert not replicas.suspicion(7)
+    assert not replicas.describe_unresolved(7)
 
 
 def test_drift_is_what_the_stager_said_or_else_what_the_ranks_did() -> None:
@@ -211,6 +211,6 @@ def test_a_region_is_compared_among_its_holders_alone() -> None:
     assert found.drifted == {1: ["model/shared"]}, "two of three agree"
     assert found.undecided == {"model/shared": [[3], [4]]}
     assert replicas.compare(layout, 7, {**same, 3: (8, 2)}) == Divergence(7, {3: ["model/whole"]}, {})
-    assert replicas.suspicion(8).startswith("step 8: replicas have drifted apart at step 7, in model/whole,")
+    assert replicas.describe_unresolved(8).startswith("step 8: replicas have drifted apart at step 7, in model/whole,")
     assert replicas.compare(layout, 8, same) is None
-    assert not replicas.suspicion(8), "all of it was looked at again"
+    assert not replicas.describe_unresolved(8), "all of it was looked at again"

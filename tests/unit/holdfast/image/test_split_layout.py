@@ -104,7 +104,7 @@ def test_every_byte_is_sent_once_by_a_rank_that_holds_it(layout: Layout, deal_by
         ranks, times = ranks_of(layout), np.zeros(layout.image_bytes, int)
         received = np.zeros(layout.image_bytes, np.uint8)
         for rank in range(layout.ranks):
-            for chunk, extents in layout.sends(rank):
+            for chunk, extents in layout.sent_frames(rank):
                 frame = ranks.frame(chunk, rank)
                 for extent in extents:
                     times[extent.offset : extent.end] += 1
@@ -177,4 +177,4 @@ def test_a_pattern_that_is_not_there_and_a_holder_that_is_no_rank_are_refused() 
 @given(layout=layouts())
 def test_frames_by_chunk_agree_with_frames_by_rank(layout: Layout) -> None:
     assert area_bytes_by_rank(layout) == [area_bytes(layout, rank) for rank in range(layout.ranks)]
-    assert layout.frames == tuple(len(list(layout.sends(rank))) for rank in range(layout.ranks))
+    assert layout.frames == tuple(len(list(layout.sent_frames(rank))) for rank in range(layout.ranks))

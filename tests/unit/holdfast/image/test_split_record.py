@@ -56,7 +56,7 @@ PINWHEEL = [
     ],
 )
 def test_a_split_is_told_in_a_few_words(shape: tuple[int, ...], held: list[Region], told: str) -> None:
-    assert of(shape, held).told() == told
+    assert of(shape, held).describe() == told
 
 
 def expanded(record: SplitRecord) -> tuple[list[Region], list[list[int]]]:
@@ -110,7 +110,7 @@ def test_a_split_without_a_short_form_is_left_out() -> None:
     assert len({region.start for region in shuffled}) == count
     record = of((count * count,), shuffled)
     assert (record.cuts, record.ranks) == ((), ())
-    assert record.told() == f"split in {count} parts"
+    assert record.describe() == f"split in {count} parts"
 
 
 def test_an_accepted_whole_covers_each_element_once() -> None:

@@ -16,12 +16,12 @@ def _move(
 ) -> list[bytes]:
     """Carry at most `nbytes_max` bytes from one line to the other, in parts; what arrived whole."""
     messages: list[bytes] = []
-    while nbytes_max > 0 and (data := sender.outgoing()) is not None:
-        room = receiver.room()
+    while nbytes_max > 0 and (data := sender.next_outgoing()) is not None:
+        room = receiver.receive_buffer()
         size = min(len(data), nbytes_max, part_bytes, len(room))
         room[:size] = data[:size]
-        sender.written(size)
-        messages += receiver.arrived(size)
+        sender.mark_written(size)
+        messages += receiver.data_received(size)
         nbytes_max -= size
     return messages
 
@@ -40,8 +40,8 @@ def test_messages_arrive_whole_and_in_order(part_bytes: int) -> None:
     assert there.unacknowledged == len(messages)
     assert _move(here, there, 1 << 30) == []  # that they have been received
     assert there.unacknowledged == 0
-    assert there.outgoing() is None
-    assert here.outgoing() is None  # and no word about the word
+    assert there.next_outgoing() is None
+    assert here.next_outgoing() is None  # and no word about the word
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -72,9 +72,9 @@ def test_no_message_is_lost_or_doubled_however_often_the_connection_is_cut(seed:
 
 
 def _hear(line: MessageLine, data: bytes) -> list[bytes]:
-    room = line.room()
+    room = line.receive_buffer()
     room[: len(data)] = data
-    return line.arrived(len(data))
+    return line.data_received(len(data))
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_a_count_that_goes_back_is_refused() -> None:
     line = MessageLine()
     for _ in range(3):
         line.put(b"x")
-    while (data := line.outgoing()) is not None:
-        line.written(len(data))
+    while (data := line.next_outgoing()) is not None:
+        line.mark_written(len(data))
     _hear(line, struct.pack("<IIQ", 2, 0, 2))
     with pytest.raises(ProtocolError, match="expected 2 to 3"):
         _hear(line, struct.pack("<IIQ", 2, 0, 1))

@@ -98,9 +98,9 @@ def test_measures_take_the_slowest_of_the_last_few_by_bytes() -> None:
     measures = StagingTimes()
     assert measures.staged_seconds() is None
     for seconds in (100.0, 2.0, 3.0, 2.0):
-        measures.staged(1000, seconds)
+        measures.add(1000, seconds)
     assert measures.staged_seconds() == 100.0
-    measures.staged(1000, 2.0)
+    measures.add(1000, 2.0)
     assert measures.staged_seconds() == 3.0
-    measures.staged(4000, 2.0)
+    measures.add(4000, 2.0)
     assert measures.staged_seconds() == 12.0, "in proportion"

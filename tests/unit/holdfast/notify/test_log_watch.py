@@ -54,16 +54,16 @@ def test_a_bug_in_the_words_ends_no_messages(
 ) -> None:
     path, server = tmp_path / "events.jsonl", PostServer()
     notifier = Notifier([Webhook(server.url)], run="run", is_unsupervised=True)
-    tell, log = notifier.tell, EventLog(path, role="stager")
+    notify, log = notifier.notify, EventLog(path, role="stager")
     failed = list[object]()
 
     def broken_once(said: object) -> None:
         if not failed:
             failed.append(said)
             raise RuntimeError("a bug")
-        tell(said)  # type: ignore[arg-type]
+        notify(said)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(notifier, "tell", broken_once)
+    monkeypatch.setattr(notifier, "notify", broken_once)
     try:
         watch = LogWatch(path, notifier)
         log.emit("rank_lost", {"lost_rank": 1})

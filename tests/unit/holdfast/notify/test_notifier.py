@@ -34,7 +34,7 @@ def server() -> Iterator[PostServer]:
 def notified(*destinations: Destination, events: list[dict[str, Any]], **more: Any) -> None:
     notifier = Notifier(destinations, run="s3://bucket/run", **more)
     for one in events:
-        notifier.tell(one)
+        notifier.notify(one)
     notifier.close()
 
 
@@ -52,7 +52,7 @@ def test_an_error_that_may_pass_is_retried(status: int, tries: int, caplog: pyte
     failing = PostServer(status)
     notifier = Notifier([Webhook(failing.url)], run="run", pauses_seconds=(0.01,))
     try:
-        notifier.tell(HELD)
+        notifier.notify(HELD)
         deadline = time.monotonic() + 30
         while len(failing.bodies) < tries and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -81,7 +81,7 @@ def test_a_slow_server_holds_up_neither_the_run_nor_another_destination(server: 
     notifier = Notifier([Webhook(slow.url), Webhook(server.url)], run="run")
     try:
         for _ in range(200):  # more than are queued
-            notifier.tell(OVER)
+            notifier.notify(OVER)
         notifier.close(0.2)
         assert len(slow.bodies) <= 1
         assert server.bodies, "the other one has got its messages"
@@ -147,14 +147,14 @@ def test_a_kind_is_sent_once_within_the_window_and_the_next_message_counts_the_r
     rare = AlertRateLimiter(300.0)
     alert = Alert("killed", "killed", "it was killed", Severity.WARNING)
     other = alert._replace(kind="resumed")
-    assert rare.passing(alert, 0.0) == alert
-    assert rare.passing(other, 1.0) == other
-    assert [rare.passing(alert, at) for at in (2.0, 299.0)] == [None, None]
-    later = rare.passing(alert, 300.0)
+    assert rare.admit(alert, 0.0) == alert
+    assert rare.admit(other, 1.0) == other
+    assert [rare.admit(alert, at) for at in (2.0, 299.0)] == [None, None]
+    later = rare.admit(alert, 300.0)
     assert later is not None
     assert later.text == "it was killed (2 more of this kind were not sent)"
-    assert rare.passing(alert, 301.0) is None
-    over = rare.passing(alert._replace(kind="over", text="it is done"), 302.0)
+    assert rare.admit(alert, 301.0) is None
+    over = rare.admit(alert._replace(kind="over", text="it is done"), 302.0)
     assert over is not None
     assert over.text == "it is done (not sent: 1 × killed)"
 
@@ -162,6 +162,6 @@ def test_a_kind_is_sent_once_within_the_window_and_the_next_message_counts_the_r
 def test_without_destinations_nothing_is_started() -> None:
     before = threading.active_count()
     notifier = Notifier([], run="run")
-    notifier.tell(OVER)
+    notifier.notify(OVER)
     notifier.close()
     assert threading.active_count() == before

@@ -18,8 +18,8 @@ def test_the_line_says_interval_stall_and_loss() -> None:
     advice = advise(_COST, Hazard.from_mtbf(2.0, dollars_per_hour=12.0))
     assert advice.every == 107  # Daly's minimum is at sqrt(2 × 0.2 × 7200) s of work, less a little
     assert advice.lost_seconds == pytest.approx((107 * 0.5 + 0.2) / 2 + 3.0)
-    assert advice.line() == "every 107 steps: 0.4 % stall, expected loss 30 s or $0.10 per preemption"
-    assert advise(_COST, Hazard(0.5)).line().endswith("expected loss 30 s per preemption")
+    assert advice.describe() == "every 107 steps: 0.4 % stall, expected loss 30 s or $0.10 per preemption"
+    assert advise(_COST, Hazard(0.5)).describe().endswith("expected loss 30 s per preemption")
 
 
 def test_where_losses_are_frequent_the_bound_and_the_place_decide() -> None:
@@ -43,7 +43,7 @@ def test_where_staged_is_not_enough_the_loss_is_of_the_time_to_durable() -> None
 
 
 def test_every_step_reads_as_such() -> None:
-    assert advise(Cost(1.0, 0.0, 0.1, 0.1), Hazard(0.0)).line() == (
+    assert advise(Cost(1.0, 0.0, 0.1, 0.1), Hazard(0.0)).describe() == (
         "every step: 0.0 % stall, expected loss 0.6 s per preemption"
     )
 

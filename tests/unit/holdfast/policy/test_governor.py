@@ -79,14 +79,14 @@ def test_the_interval_that_holds_keeps_the_bound() -> None:
     assert change is not None
     assert change.advice.every == 40
     assert change.advice.overhead <= 0.03
-    assert change.line() == "every 40 steps: 3.0 % stall, expected loss 26 s per preemption"
+    assert change.describe() == "every 40 steps: 3.0 % stall, expected loss 26 s per preemption"
 
 
 def test_the_interval_with_losses_is_the_one_that_loses_least() -> None:
     judge = Governor(Hazard.from_mtbf(2.0, 12.0), overhead_max=0.03, every_seconds_max=3600.0)
     change = judge.consider(Cost(0.5, 0.2, 3.0, 9.0), None)
     assert change is not None
-    assert change.line() == "every 107 steps: 0.4 % stall, expected loss 30 s or $0.10 per preemption"
+    assert change.describe() == "every 107 steps: 0.4 % stall, expected loss 30 s or $0.10 per preemption"
 
 
 def test_a_bound_that_cannot_be_kept_is_said_and_the_longest_interval_taken() -> None:
@@ -94,8 +94,8 @@ def test_a_bound_that_cannot_be_kept_is_said_and_the_longest_interval_taken() ->
     change = judge.consider(cost(1.0, stall=10.0), None)
     assert change is not None
     assert change.advice.every == 60
-    assert "an overhead of at most 3.00%: not possible within 60 iterations" in change.line()
-    assert "Possible: 16.67% every 60 iterations, or 3.00% every 334" in change.line()
+    assert "an overhead of at most 3.00%: not possible within 60 iterations" in change.describe()
+    assert "Possible: 16.67% every 60 iterations, or 3.00% every 334" in change.describe()
     assert judge.consider(cost(1.0, stall=10.0), 60) is None, "it is said once"
 
 

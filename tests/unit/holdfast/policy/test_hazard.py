@@ -20,11 +20,11 @@ _priors = st.floats(0.01, 1000)
 def test_the_line_says_what_was_seen_and_what_follows() -> None:
     hazard = Hazard.from_observed(FailureCount(3, 5.2 * _HOUR_SECONDS))
     assert hazard.per_hour == pytest.approx(4 / 8.2)
-    assert hazard.line == "failures: 3 in 5.2 h observed, prior 1 in 3 h → one in 2 h"
+    assert hazard.description == "failures: 3 in 5.2 h observed, prior 1 in 3 h → one in 2 h"
     many = Hazard.from_observed(FailureCount(99, 600.0), prior_mtbf_hours=0.5)
-    assert many.line == "failures: 99 in 10 min observed, prior 1 in 30 min → one in 24 s"
-    assert Hazard.from_observed(FailureCount()).line == "failures: 0 in 0 s observed, prior 1 in 3 h → one in 3 h"
-    assert Hazard.from_mtbf(8.0).line == "failures: one in 8 h, as set (mtbf_hours)"
+    assert many.description == "failures: 99 in 10 min observed, prior 1 in 30 min → one in 24 s"
+    assert Hazard.from_observed(FailureCount()).description == "failures: 0 in 0 s observed, prior 1 in 3 h → one in 3 h"
+    assert Hazard.from_mtbf(8.0).description == "failures: one in 8 h, as set (mtbf_hours)"
 
 
 @given(_counts, _priors)
@@ -43,17 +43,17 @@ def test_the_estimate_lies_between_the_prior_and_what_was_seen(
 @given(_counts, st.floats(1, 1e6))
 def test_a_failure_raises_it_and_time_without_one_lowers_it(seen: FailureCount, seconds: float) -> None:
     before = Hazard.from_observed(seen).per_hour
-    assert Hazard.from_observed(seen.plus(0.0, failed=True)).per_hour > before
-    assert Hazard.from_observed(seen.plus(seconds, failed=False)).per_hour < before
+    assert Hazard.from_observed(seen.with_attempt(0.0, failed=True)).per_hour > before
+    assert Hazard.from_observed(seen.with_attempt(seconds, failed=False)).per_hour < before
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.booleans()), max_size=20))
 def test_the_order_of_the_attempts_does_not_matter(attempts: list[tuple[float, bool]]) -> None:
     there, back = FailureCount(), FailureCount()
     for seconds, failed in attempts:
-        there = there.plus(seconds, failed=failed)
+        there = there.with_attempt(seconds, failed=failed)
     for seconds, failed in reversed(attempts):
-        back = back.plus(seconds, failed=failed)
+        back = back.with_attempt(seconds, failed=failed)
     assert there.failures == back.failures == sum(failed for _, failed in attempts)
     assert Hazard.from_observed(there).per_hour == pytest.approx(Hazard.from_observed(back).per_hour)
 

@@ -38,7 +38,7 @@ def _play(
         running = [(left - each * share * seconds, share, began) for left, share, began in running]
         first = min(range(len(running)), key=lambda at: running[at][0])
         began = running[first][2]
-        found.ended(began, now, _PART_BYTES, full=len(running) >= found.width)
+        found.record_finished(began, now, _PART_BYTES, full=len(running) >= found.width)
         del running[first]
         widths.append(found.width)
         if len(widths) == requests // 2:
@@ -55,7 +55,7 @@ def _by_connection(each: float, in_all: float = float("inf")) -> Callable[[int],
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_the_limit_reaches_nine_tenths_of_what_the_store_gives(in_all: float, noise: float) -> None:
     speed_of = _by_connection(5 * _MB, in_all * _MB)
-    widths, speed = _play(AdaptiveLimit(8, least=2, most=128), speed_of, noise=noise)
+    widths, speed = _play(AdaptiveLimit(8, minimum=2, maximum=128), speed_of, noise=noise)
     assert speed >= 0.9 * min(in_all, 640) * _MB
     assert max(widths) <= 128
     most = max(2, in_all / 5)
@@ -64,13 +64,13 @@ def test_the_limit_reaches_nine_tenths_of_what_the_store_gives(in_all: float, no
 
 
 def test_where_connections_are_the_limit_all_of_them_run_after_a_few_requests_each() -> None:
-    widths, _ = _play(AdaptiveLimit(8, least=2, most=128), _by_connection(5 * _MB), requests=200)
+    widths, _ = _play(AdaptiveLimit(8, minimum=2, maximum=128), _by_connection(5 * _MB), requests=200)
     assert widths.index(128) <= 80
     assert widths[-1] == 128
 
 
 def test_where_one_connection_takes_all_there_are_few() -> None:
-    widths, speed = _play(AdaptiveLimit(8, least=2, most=128), _by_connection(1000 * _MB, 1000 * _MB))
+    widths, speed = _play(AdaptiveLimit(8, minimum=2, maximum=128), _by_connection(1000 * _MB, 1000 * _MB))
     assert sorted(widths)[len(widths) // 2] == 2
     assert speed >= 0.9 * 1000 * _MB
 
@@ -82,7 +82,7 @@ def _crowded(width: int) -> float:
 
 def test_where_more_connections_make_it_slower_it_goes_back() -> None:
     widths, speed = _play(
-        AdaptiveLimit(8, least=2, most=128), lambda width: 400 * _MB / (1 + (width / 16) ** 2) * width / 16
+        AdaptiveLimit(8, minimum=2, maximum=128), lambda width: 400 * _MB / (1 + (width / 16) ** 2) * width / 16
     )
     assert speed >= 0.85 * 200 * _MB
     assert 8 <= sorted(widths)[len(widths) // 2] <= 32
@@ -96,40 +96,40 @@ def test_a_store_that_has_more_to_give_later_is_found_out() -> None:
         requests += 1
         return min(width * 5, 40 if requests < 2000 else 600) * _MB
 
-    widths, speed = _play(AdaptiveLimit(8, least=2, most=128), speed_of, requests=8000)
+    widths, speed = _play(AdaptiveLimit(8, minimum=2, maximum=128), speed_of, requests=8000)
     assert max(widths[1000:2000]) <= 16
     assert speed >= 0.9 * 600 * _MB
 
 
 def test_requests_that_tell_nothing_of_the_width_leave_it() -> None:
-    found = AdaptiveLimit(8, least=2, most=128)
+    found = AdaptiveLimit(8, minimum=2, maximum=128)
     for number in range(1000):
-        found.ended(float(number), number + 1.0, _PART_BYTES, full=False)
-        found.ended(float(number), float(number), _PART_BYTES, full=True)
+        found.record_finished(float(number), number + 1.0, _PART_BYTES, full=False)
+        found.record_finished(float(number), float(number), _PART_BYTES, full=True)
     assert found.width == 8
 
 
 def test_a_request_that_began_beside_another_number_is_not_counted() -> None:
-    found = AdaptiveLimit(4, least=2, most=128)
+    found = AdaptiveLimit(4, minimum=2, maximum=128)
     for _ in range(4):
-        found.ended(1.0, 2.0, _PART_BYTES, full=True)
+        found.record_finished(1.0, 2.0, _PART_BYTES, full=True)
     assert found.width == 16
     for _ in range(1000):
-        found.ended(1.0, 9.0, _PART_BYTES, full=True)
+        found.record_finished(1.0, 9.0, _PART_BYTES, full=True)
     assert found.width == 16
 
 
 def test_the_limit_stays_within_its_bounds() -> None:
     for seed in range(20):
         dice = random.Random(seed)
-        found = AdaptiveLimit(3, least=2, most=10)
+        found = AdaptiveLimit(3, minimum=2, maximum=10)
         now = 0.0
         for _ in range(2000):
             now += 1
-            found.ended(now - 0.5, now, dice.randrange(1, _PART_BYTES), full=True)
+            found.record_finished(now - 0.5, now, dice.randrange(1, _PART_BYTES), full=True)
             assert 2 <= found.width <= 10
 
 
 def test_bounds_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match="least <= start"):
-        AdaptiveLimit(1, least=2, most=4)
+    with pytest.raises(ValueError, match="minimum <= start"):
+        AdaptiveLimit(1, minimum=2, maximum=4)

@@ -32,13 +32,13 @@ def test_never_more_at_once_than_there_are_lanes() -> None:
 def test_a_set_width_is_kept_and_only_s3_is_measured() -> None:
     for way in (write_limit, read_limit):
         assert [way(url, 7).width for url in ("/run", "s3://bucket/run")] == [7, 7]
-        assert way("/run").most == way("/run").width == 2
-        assert way("s3://bucket/run").most == REQUESTS_MAX
-        assert way("gs://bucket/run").most <= 4
+        assert way("/run").maximum == way("/run").width == 2
+        assert way("s3://bucket/run").maximum == REQUESTS_MAX
+        assert way("gs://bucket/run").maximum <= 4
 
 
 def test_a_request_that_failed_counts_nothing() -> None:
-    found, time = AdaptiveLimit(2, least=1, most=8), [0.0]
+    found, time = AdaptiveLimit(2, minimum=1, maximum=8), [0.0]
 
     def clock() -> float:
         time[0] += 1

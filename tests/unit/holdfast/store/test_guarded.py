@@ -34,14 +34,14 @@ ACTS: dict[str, Callable[[Store], object]] = {
 
 
 def taken_over(store: MemoryStore) -> None:
-    Lease.take(store, takeover=True, identity=Identity("other", "b", "n", 7, 1))
+    Lease.acquire(store, takeover=True, identity=Identity("other", "b", "n", 7, 1))
 
 
 @pytest.mark.parametrize("act", ACTS)
 def test_a_fenced_writer_does_nothing_that_others_see(act: str) -> None:
     store = MemoryStore()
-    claim = Lease.take(store)
-    ours = guarded(Retrying(store), lambda: claim.check(at_once=True))
+    claim = Lease.acquire(store)
+    ours = guarded(Retrying(store), lambda: claim.check(without_retries=True))
     taken_over(store)
     before = dict(store.objects)
     with pytest.raises(FencedError, match="took the run over"):
@@ -53,7 +53,7 @@ def test_a_fenced_writer_does_nothing_that_others_see(act: str) -> None:
 def test_a_writer_that_is_replaced_between_two_tries_makes_no_further_one(act: str) -> None:
     """The store fails for a while, the call is repeated; meanwhile another writer takes the run over."""
     store = MemoryStore()
-    claim = Lease.take(store)
+    claim = Lease.acquire(store)
     tries = 0
 
     def fail(what: str, name: str) -> None:
@@ -70,7 +70,7 @@ def test_a_writer_that_is_replaced_between_two_tries_makes_no_further_one(act: s
             taken_over(store)
 
     retrying = Retrying(store, budget=RetryBudget(attempts_max=9), sleep=wait)
-    ours = guarded(retrying, lambda: claim.check(at_once=True))
+    ours = guarded(retrying, lambda: claim.check(without_retries=True))
     store.objects["step-000000001.json"] = b"as it was"
     if act == "create":
         del store.objects["step-000000001.json"]

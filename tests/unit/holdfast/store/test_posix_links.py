@@ -37,7 +37,7 @@ ACTS: dict[str, Callable[[PosixStore], object]] = {
     "resume": resumed,
     "check": lambda store: store.check(write=True),
     "retire": lambda store: store.retire("step-000000009.pt"),
-    "claim": Lease.take,
+    "claim": Lease.acquire,
 }
 INSIDE: dict[str, Callable[[PosixStore], object]] = {
     "write": lambda store: store.write("slices/a", DATA),

@@ -44,7 +44,7 @@ def test_a_full_file_is_followed_by_the_next_and_readers_see_one_log(tmp_path: P
     assert _numbers(path) == list(range(_RECORDS))
     log = read_logs([path])
     assert [event.fields["number"] for event in log.events] == list(range(_RECORDS))
-    assert (log.unreadable, log.running) == (0, [])
+    assert (log.unreadable, log.unfinished) == (0, [])
     assert len(read_logs(sorted(tmp_path.glob("events.jsonl*"))).events) == _RECORDS, "each once"
     assert len(read_logs([tmp_path]).events) == _RECORDS
 

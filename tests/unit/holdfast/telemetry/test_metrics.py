@@ -31,10 +31,10 @@ def test_outcomes_are_there_before_anything_happens() -> None:
 def test_the_newest_is_that_of_the_highest_attempt_and_step() -> None:
     now = [1000.0]
     metrics = Metrics("flusher", "r", clock=lambda: now[0])
-    metrics.hear("durable", durable(attempt=2), 40)
+    metrics.handle_event("durable", durable(attempt=2), 40)
     now[0] = 2000.0
-    metrics.hear("durable", durable(attempt=1), 90)  # of the previous job, flushed later from its ring
-    metrics.hear("found", {"attempt": 1, "state": "verified", "created": "2020-01-01T00:00:00+00:00"}, 80)
+    metrics.handle_event("durable", durable(attempt=1), 90)  # of the previous job, flushed later from its ring
+    metrics.handle_event("found", {"attempt": 1, "state": "verified", "created": "2020-01-01T00:00:00+00:00"}, 80)
     assert value(metrics, "holdfast_newest_step", level="durable") == 40
     assert value(metrics, "holdfast_newest_timestamp_seconds", level="durable") == 1000.0
     assert value(metrics, "holdfast_newest_step", level="verified") == 80
@@ -50,12 +50,12 @@ def test_the_loss_by_a_kill_is_counted_from_the_save() -> None:
         Metrics("flusher", "r", clock=lambda: now[0]),
     )
     assert value(flusher, "holdfast_newest_saved_timestamp_seconds", level="durable") == 0
-    stager.hear("staged", {"image_bytes": 1, "pgt1_seconds": 3.0}, 5)
+    stager.handle_event("staged", {"image_bytes": 1, "pgt1_seconds": 3.0}, 5)
     assert value(stager, "holdfast_newest_saved_timestamp_seconds", level="staged") == 997.0
-    flusher.hear("durable", durable(pgt2_seconds=8.0), 5)
+    flusher.handle_event("durable", durable(pgt2_seconds=8.0), 5)
     now[0] = 2000.0
-    flusher.hear("durable", durable(pgt2_seconds=9.0), 7)
-    flusher.hear("verified", {"attempt": 1, "seconds": 1.0}, 5)
+    flusher.handle_event("durable", durable(pgt2_seconds=9.0), 7)
+    flusher.handle_event("verified", {"attempt": 1, "seconds": 1.0}, 5)
     assert value(flusher, "holdfast_newest_saved_timestamp_seconds", level="durable") == 1991.0
     assert value(flusher, "holdfast_newest_saved_timestamp_seconds", level="verified") == 992.0
 
@@ -63,18 +63,18 @@ def test_the_loss_by_a_kill_is_counted_from_the_save() -> None:
 def test_the_stall_is_that_of_the_slowest_rank_and_a_record_may_be_anything() -> None:
     metrics = Metrics("flusher", "r")
     ranks = {"0": {"cst_seconds": 0.25}, "1": {"cst_seconds": 0.5}, "2": {"cst_seconds": "long"}, "x": 3}
-    metrics.hear("durable", durable(record={"ranks": ranks}), 5)
+    metrics.handle_event("durable", durable(record={"ranks": ranks}), 5)
     for record in (None, 7, {"ranks": [1]}):
-        metrics.hear("durable", durable(record=record), 6)
+        metrics.handle_event("durable", durable(record=record), 6)
     assert value(metrics, "holdfast_stall_seconds_sum") == 0.5
     assert value(metrics, "holdfast_stall_seconds_count") == 1
 
 
 def test_causes_are_counted_beside_the_outcomes() -> None:
     metrics = Metrics("stager", "r")
-    metrics.hear("declined", {"reason": "rank 1: busy: still being sent", "cause": "busy"}, 1)
-    metrics.hear("declined", {"reason": "steps 3, 4 are still being received", "code": "busy"}, 2)
-    metrics.hear("failed", {"code": "peer_lost", "message": "rank 1 is dead"}, 3)
+    metrics.handle_event("declined", {"reason": "rank 1: busy: still being sent", "cause": "busy"}, 1)
+    metrics.handle_event("declined", {"reason": "steps 3, 4 are still being received", "code": "busy"}, 2)
+    metrics.handle_event("failed", {"code": "peer_lost", "message": "rank 1 is dead"}, 3)
     refused = "holdfast_checkpoints_refused_total"
     assert value(metrics, "holdfast_checkpoints_total", outcome="declined") == 2
     assert value(metrics, refused, outcome="declined", cause="busy") == 1
@@ -86,17 +86,17 @@ def test_causes_are_counted_beside_the_outcomes() -> None:
 def test_a_held_checkpoint_is_held_until_it_ends_or_goes_on(end: str) -> None:
     metrics = Metrics("flusher", "r")
     for step in (1, 2):
-        metrics.hear("flush_held", {"attempt": 1, "code": "store", "message": "…"}, step)
+        metrics.handle_event("flush_held", {"attempt": 1, "code": "store", "message": "…"}, step)
     assert value(metrics, "holdfast_checkpoints_held") == 2
-    metrics.hear(end, durable(code="store", seconds=1.0), 1)
+    metrics.handle_event(end, durable(code="store", seconds=1.0), 1)
     assert value(metrics, "holdfast_checkpoints_held") == 1
 
 
 def test_a_share_is_counted_when_it_is_sealed_and_is_held_no_more() -> None:
     metrics = Metrics("flusher", "r")
-    metrics.hear("flush_held", {"attempt": 1}, 5)
-    metrics.hear("share_sealed", {"attempt": 1, "share": "2/2", "chunks": 3}, 5)
-    metrics.hear("published", {"attempt": 1, "file": "step-000000005.pt"}, 5)
+    metrics.handle_event("flush_held", {"attempt": 1}, 5)
+    metrics.handle_event("share_sealed", {"attempt": 1, "share": "2/2", "chunks": 3}, 5)
+    metrics.handle_event("published", {"attempt": 1, "file": "step-000000005.pt"}, 5)
     assert value(metrics, "holdfast_checkpoints_held") == 0
     assert value(metrics, "holdfast_checkpoints_total", outcome="share_sealed") == 1
     assert value(metrics, "holdfast_checkpoints_total", outcome="durable") == 0
@@ -104,12 +104,12 @@ def test_a_share_is_counted_when_it_is_sealed_and_is_held_no_more() -> None:
 
 def test_peers_come_and_go() -> None:
     metrics = Metrics("stager", "r")
-    metrics.hear("rank_silent", {"silent_rank": 1}, None)
-    metrics.hear("rank_silent", {"silent_rank": 2}, None)
-    metrics.hear("rank_back", {"silent_rank": 1}, None)
+    metrics.handle_event("rank_silent", {"silent_rank": 1}, None)
+    metrics.handle_event("rank_silent", {"silent_rank": 2}, None)
+    metrics.handle_event("rank_back", {"silent_rank": 1}, None)
     assert value(metrics, "holdfast_ranks_silent") == 1
-    metrics.hear("rank_lost", {"lost_rank": 2}, None)
-    metrics.hear("notice", {"kind": "terminate"}, None)
+    metrics.handle_event("rank_lost", {"lost_rank": 2}, None)
+    metrics.handle_event("notice", {"kind": "terminate"}, None)
     assert value(metrics, "holdfast_ranks_silent") == 0
     assert value(metrics, "holdfast_ranks_lost_total") == 1
     assert value(metrics, "holdfast_notices_total", kind="terminate") == 1
@@ -119,7 +119,7 @@ def test_the_transport_of_the_job_is_the_one_that_is_not_0() -> None:
     metrics = Metrics("stager", "r")
     said = {"attempt": 1, "ranks": 2, "flusher_pid": 7}
     assert [value(metrics, "holdfast_transport", transport=one) for one in ("mpi", "tcp", "tls")] == [0, 0, 0]
-    metrics.hear("stager_ready", {**said, "transport": "tls"}, None)
+    metrics.handle_event("stager_ready", {**said, "transport": "tls"}, None)
     assert [value(metrics, "holdfast_transport", transport=one) for one in ("mpi", "tcp", "tls")] == [0, 0, 1]
 
 
@@ -128,7 +128,7 @@ def test_an_event_that_cannot_be_counted_is_still_written(
 ) -> None:
     path = tmp_path / "events.jsonl"
     log, metrics = EventLog(path, role="flusher"), Metrics("flusher", "r")
-    log.listen(metrics.hear)
+    log.add_listener(metrics.handle_event)
     log.emit("durable", {"image_bytes": "many"}, step=1)
     log.emit("durable", durable(), step=2)
     log.close()

@@ -43,7 +43,7 @@ class Told:
 
     def hear(self, at: float, event: str, step: int | None = STEP, **fields: Any) -> None:
         self.now = at
-        self.spans.hear(event, fields, step)
+        self.spans.handle_event(event, fields, step)
 
     @property
     def all(self) -> Sequence[ReadableSpan]:

@@ -88,8 +88,8 @@ def test_watchers_of_one_moment_all_get_one_answer(
 
 def test_another_process_is_answered(path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from holdfast.telemetry.status_socket import ask;"
-        "print(ask(Path(sys.argv[1]), seconds_max=30).run)"
+        "import sys; from pathlib import Path; from holdfast.telemetry.status_socket import request_status;"
+        "print(request_status(Path(sys.argv[1]), seconds_max=30).run)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "s3://bucket/run"

@@ -25,20 +25,20 @@ def durable(**fields: Any) -> dict[str, Any]:
 
 
 def newest(state: StatusState) -> CheckpointStatus:
-    return state.said().checkpoints[-1]
+    return state.build_document().checkpoints[-1]
 
 
 def test_a_checkpoint_is_followed_from_the_flushers_events() -> None:
     state = StatusState("flusher", "r", clock=lambda: 1000.0)
-    state.hear("flusher_ready", {"attempt": 1}, None)
+    state.handle_event("flusher_ready", {"attempt": 1}, None)
     attached = {"attempt": 1, "pid": 5, "resumed": False, "failures": 2, "seen_seconds": 60.0}
-    state.hear("stager_attached", attached, None)
-    state.hear("flush_began", {"attempt": 1, "image_bytes": 100}, 7)
-    state.hear("flush_held", {"attempt": 1, "code": "store", "message": "no room"}, 7)
+    state.handle_event("stager_attached", attached, None)
+    state.handle_event("flush_began", {"attempt": 1, "image_bytes": 100}, 7)
+    state.handle_event("flush_held", {"attempt": 1, "code": "store", "message": "no room"}, 7)
     assert newest(state).held == "no room"
-    state.hear("flush_resumed", {"attempt": 1, "seconds": 1.0, "failures": 1}, 7)
-    state.hear("durable", durable(), 7)
-    state.hear("verified", {"attempt": 1, "note": "", "seconds": 0.1}, 7)
+    state.handle_event("flush_resumed", {"attempt": 1, "seconds": 1.0, "failures": 1}, 7)
+    state.handle_event("durable", durable(), 7)
+    state.handle_event("verified", {"attempt": 1, "note": "", "seconds": 0.1}, 7)
     assert newest(state) == CheckpointStatus(
         attempt=1,
         step=7,
@@ -52,7 +52,7 @@ def test_a_checkpoint_is_followed_from_the_flushers_events() -> None:
         read_back="verified",
         read_back_at_unix=1000.0,
     )
-    said = state.said()
+    said = state.build_document()
     assert said.stager_attached
     assert said.seen == FailuresStatus(failures=2, seconds=60.0)
     assert [(rank.rank, rank.stall_seconds) for rank in said.ranks] == [(1, 0.5), (0, 0.2)]
@@ -65,24 +65,24 @@ def test_a_checkpoint_is_followed_from_the_flushers_events() -> None:
 def test_the_shares_of_a_checkpoint_are_followed_from_seal_to_seal() -> None:
     lead, member = (StatusState("flusher", "r", clock=lambda: 1000.0) for _ in range(2))
     for state, share in ((lead, "1/2"), (member, "2/2")):
-        state.hear("flush_began", {"attempt": 1, "image_bytes": 100, "share": share}, 7)
-        state.hear("flush_held", {"attempt": 1, "message": "no room"}, 7)
-        state.hear("share_sealed", {"attempt": 1, "share": share, "chunks": 3}, 7)
+        state.handle_event("flush_began", {"attempt": 1, "image_bytes": 100, "share": share}, 7)
+        state.handle_event("flush_held", {"attempt": 1, "message": "no room"}, 7)
+        state.handle_event("share_sealed", {"attempt": 1, "share": share, "chunks": 3}, 7)
     assert (newest(lead).sealed, newest(member).sealed) == (("1/2",), ("2/2",))
     assert (newest(member).share, newest(member).held, newest(member).durable_at_unix) == ("2/2", "", None)
-    lead.hear("seal_read", {"attempt": 1, "share": "2/2", "host": "kelp-2"}, 7)
+    lead.handle_event("seal_read", {"attempt": 1, "share": "2/2", "host": "kelp-2"}, 7)
     assert newest(lead).sealed == ("1/2", "2/2")
-    member.hear("published", {"attempt": 1, "file": "step-000000007.pt"}, 7)
+    member.handle_event("published", {"attempt": 1, "file": "step-000000007.pt"}, 7)
     assert newest(member).durable_at_unix == 1000.0
 
 
 def test_steps_that_are_not_taken_are_counted_by_cause_and_the_last_are_kept() -> None:
     state = StatusState("stager", "r", ranks=list, clock=lambda: 1.0)
-    state.hear("stager_ready", {"attempt": 3, "ranks": 2, "flusher_pid": 1}, None)
+    state.handle_event("stager_ready", {"attempt": 3, "ranks": 2, "flusher_pid": 1}, None)
     for step in range(40):
-        state.hear("declined", {"reason": f"rank 1: busy: step {step}", "cause": "busy"}, step)
-    state.hear("failed", {"code": "peer_lost", "message": "rank 1 is dead"}, 50)
-    said = state.said()
+        state.handle_event("declined", {"reason": f"rank 1: busy: step {step}", "cause": "busy"}, step)
+    state.handle_event("failed", {"code": "peer_lost", "message": "rank 1 is dead"}, 50)
+    said = state.build_document()
     assert said.not_taken == {"busy": 40, "a process was lost or late": 1}
     assert len(said.declined) == LINES_MAX
     assert said.declined[-1].text == "peer_lost; rank 1 is dead"
@@ -91,32 +91,32 @@ def test_steps_that_are_not_taken_are_counted_by_cause_and_the_last_are_kept() -
 
 def test_the_transport_is_said_once_a_job_is_there() -> None:
     state = StatusState("stager", "r", ranks=list, clock=lambda: 1.0)
-    assert state.said().transport is None
-    state.hear("stager_ready", {"attempt": 3, "ranks": 2, "flusher_pid": 1, "transport": "tls"}, None)
-    assert state.said().transport == "tls"
+    assert state.build_document().transport is None
+    state.handle_event("stager_ready", {"attempt": 3, "ranks": 2, "flusher_pid": 1, "transport": "tls"}, None)
+    assert state.build_document().transport == "tls"
 
 
 def test_the_interval_reason_is_that_of_the_last_change() -> None:
     state = StatusState("stager", "r", ranks=list, clock=lambda: 1.0)
-    assert state.said().interval_why == ""
+    assert state.build_document().interval_why == ""
     change = {"at_step": 9, "first_step": 40, "every": 41, "every_before": None}
-    state.hear("interval", {**change, "why": "every 41 steps: 0.9 % stall"}, None)
-    state.hear("interval_kept", {"reason": "rank 1 did not answer", "every": 90}, None)
-    assert state.said().interval_why == "every 41 steps: 0.9 % stall"
-    state.hear("interval_loose", {"reason": "rank 1 is lost"}, None)
-    assert state.said().interval_why == "powers of two, until the next change: rank 1 is lost"
-    state.hear("interval", {**change, "why": "x" * 5000}, None)
-    assert state.said().interval_why == "x" * 299 + "…"
+    state.handle_event("interval", {**change, "why": "every 41 steps: 0.9 % stall"}, None)
+    state.handle_event("interval_kept", {"reason": "rank 1 did not answer", "every": 90}, None)
+    assert state.build_document().interval_why == "every 41 steps: 0.9 % stall"
+    state.handle_event("interval_loose", {"reason": "rank 1 is lost"}, None)
+    assert state.build_document().interval_why == "powers of two, until the next change: rank 1 is lost"
+    state.handle_event("interval", {**change, "why": "x" * 5000}, None)
+    assert state.build_document().interval_why == "x" * 299 + "…"
 
 
 def test_the_status_state_does_not_grow() -> None:
     state = StatusState("flusher", "r", clock=lambda: 1000.0)
     for step in range(500):
-        state.hear("durable", durable(), step)
-        state.hear("declined", {"reason": f"{step} {'x' * 5000}", "code": f"cause {step}"}, step)
-        state.hear("rank_lost", {"lost_rank": step, "reason": "x" * 5000}, None)
-        state.hear("notice", {"name": "x" * 5000, "kind": "terminate"}, None)
-    said = state.said()
+        state.handle_event("durable", durable(), step)
+        state.handle_event("declined", {"reason": f"{step} {'x' * 5000}", "code": f"cause {step}"}, step)
+        state.handle_event("rank_lost", {"lost_rank": step, "reason": "x" * 5000}, None)
+        state.handle_event("notice", {"name": "x" * 5000, "kind": "terminate"}, None)
+    said = state.build_document()
     assert [row.step for row in said.checkpoints] == list(range(500 - CHECKPOINTS_MAX, 500))
     assert len(said.problems) == len(said.notices) == LINES_MAX
     assert len(said.not_taken) < 32
@@ -130,7 +130,7 @@ def test_the_worst_of_many_ranks_are_said() -> None:
     ranks[800] = RankStatus(rank=800, state="lost")
     ranks[900] = RankStatus(rank=900, step=60)
     ranks[950] = RankStatus(rank=950, step=100, stall_seconds=9.0)
-    said = StatusState("stager", "r", ranks=lambda: ranks).said()
+    said = StatusState("stager", "r", ranks=lambda: ranks).build_document()
     assert said.ranks_total == 1000
     assert len(said.ranks) == RANKS_MAX
     assert [rank.rank for rank in said.ranks[:5]] == [800, 700, 900, 950, 0]
@@ -144,7 +144,7 @@ def test_a_record_from_outside_may_be_anything() -> None:
         {"ranks": 5},
         {"ranks": {"x": {"cst_seconds": 1.0}, "1": 5, "2": {"cst_seconds": "long"}}},
     ):
-        state.hear("durable", durable(record=record), 1)
+        state.handle_event("durable", durable(record=record), 1)
     assert newest(state).stall_seconds is None
     assert newest(state).saved_at_unix == 990.0  # by PGT-2
 
@@ -152,7 +152,7 @@ def test_a_record_from_outside_may_be_anything() -> None:
 def test_a_clock_that_is_far_off_costs_the_time_and_not_the_answer() -> None:
     state = StatusState("flusher", "r", clock=lambda: 1000.0)
     ranks = {"0": {"saved_at_unix": -5e300, "cst_seconds": 1e300}, "9" * 5000: {"cst_seconds": 1.0}}
-    state.hear("durable", durable(record={"ranks": ranks, "stager": {"pgt1_seconds": -3.0}}), 7)
+    state.handle_event("durable", durable(record={"ranks": ranks, "stager": {"pgt1_seconds": -3.0}}), 7)
     assert newest(state) == CheckpointStatus(
         attempt=1, step=7, image_bytes=100, durable_at_unix=1000.0, pgt2_seconds=10.0
     )

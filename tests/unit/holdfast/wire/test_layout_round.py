@@ -91,31 +91,31 @@ def test_other_per_rank_values_are_refused() -> None:
 def test_a_missing_rank_is_waited_for_only_so_long() -> None:
     round_ = LayoutRound(3, 60)
     round_.propose(1, proposal(), 100.0)
-    assert round_.overdue(160.0) is None
-    answer = round_.overdue(160.1)
+    assert round_.expire(160.0) is None
+    answer = round_.expire(160.1)
     assert isinstance(answer, PeerLost)
     assert "ranks 0, 2" in str(answer)
     assert "not inside `if rank == 0:`" in str(answer)
-    assert round_.overdue(1000.0) is None, "said once"
+    assert round_.expire(1000.0) is None, "said once"
 
 
 def test_a_rank_that_is_late_is_named_once_before_the_round_ends() -> None:
     round_ = LayoutRound(2, 60)
-    assert round_.late(50.0) == "", "nobody waits"
+    assert round_.late_warning(50.0) == "", "nobody waits"
     for begun in (100.0, 200.0):
         round_.propose(0, proposal(), begun)
-        assert round_.late(begun + 10.0) == ""
-        said = round_.late(begun + 10.1)
+        assert round_.late_warning(begun + 10.0) == ""
+        said = round_.late_warning(begun + 10.1)
         assert "has waited 10 s for the layout of rank 1" in said
         assert "not inside `if rank == 0:`" in said
-        assert round_.late(begun + 20.0) == "", "said once"
+        assert round_.late_warning(begun + 20.0) == "", "said once"
         round_.propose(1, proposal(), begun + 21.0)
-        assert round_.late(begun + 50.0) == ""
+        assert round_.late_warning(begun + 50.0) == ""
 
 
 def test_a_lost_rank_ends_the_round() -> None:
     round_ = LayoutRound(2, 60)
-    assert round_.lost(1, "rank 1 is dead") is None, "nobody waits"
+    assert round_.record_lost(1, "rank 1 is dead") is None, "nobody waits"
     for answer in (round_.propose(0, proposal(), 0.0), round_.propose(0, proposal(), 9.0)):
         assert isinstance(answer, PeerLost)
         assert str(answer) == "rank 0 began a save, and the ranks cannot agree on a layout: rank 1 is dead"
@@ -124,10 +124,10 @@ def test_a_lost_rank_ends_the_round() -> None:
 def test_a_rank_that_ended_without_a_save_ends_the_open_round_with_the_advice() -> None:
     round_ = LayoutRound(3, 60)
     round_.propose(0, proposal(), 0.0)
-    answer = round_.lost(2, "rank 2 has left", has_exited=True)
+    answer = round_.record_lost(2, "rank 2 has left", has_exited=True)
     assert isinstance(answer, PeerLost)
     assert "rank 2 has left. Every rank must call step() or save()" in str(answer)
-    assert round_.lost(1, "rank 1 has left") is None, "all have heard"
+    assert round_.record_lost(1, "rank 1 has left") is None, "all have heard"
 
 
 def test_rounds_follow_each_other() -> None:
@@ -150,9 +150,9 @@ def test_a_rank_whose_state_alone_has_changed_is_named_at_once(proposes_first: b
     ended: object
     if proposes_first:
         assert round_.propose(1, CHANGED, 0.0) is None
-        ended = round_.fits(2, 20)
+        ended = round_.record_fits(2, 20)
     else:
-        assert round_.fits(2, 20) is None
+        assert round_.record_fits(2, 20) is None
         ended = round_.propose(1, CHANGED, 0.0)
     assert isinstance(ended, OneSidedRound)
     assert (ended.ranks, ended.step) == ((1,), 20)
@@ -160,7 +160,7 @@ def test_a_rank_whose_state_alone_has_changed_is_named_at_once(proposes_first: b
     assert f"step 20: the state of rank 1 has changed, and that of rank 2 has not: {CHANGED.change}." in str(
         ended.error
     )
-    assert round_.overdue(1000.0) is None, "the round is over"
+    assert round_.expire(1000.0) is None, "the round is over"
     for rank in range(3):
         answer = round_.propose(rank, dataclasses.replace(CHANGED, step=30), 0.0)
     assert isinstance(answer, Agreement)
@@ -168,21 +168,21 @@ def test_a_rank_whose_state_alone_has_changed_is_named_at_once(proposes_first: b
 
 def test_other_steps_and_steps_that_are_saved_twice_end_no_round() -> None:
     round_ = LayoutRound(2, 60)
-    assert round_.fits(0, 20) is None
-    assert round_.fits(1, 20) is None
+    assert round_.record_fits(0, 20) is None
+    assert round_.record_fits(1, 20) is None
     assert round_.propose(1, CHANGED, 0.0) is None, "its first save of that step fitted"
     assert isinstance(round_.propose(0, CHANGED, 0.0), Agreement)
     for step in (10, 30):
-        assert round_.fits(0, step) is None
+        assert round_.record_fits(0, step) is None
         assert round_.propose(1, dataclasses.replace(CHANGED, step=20), 0.0) is None
         assert isinstance(round_.propose(0, proposal(), 0.0), Agreement)
     assert round_.propose(1, proposal(), 0.0) is None, "of no step"
-    assert round_.fits(0, 40) is None
+    assert round_.record_fits(0, 40) is None
 
 
 def test_a_rank_that_alone_cannot_save_is_not_waited_for_either() -> None:
     round_ = LayoutRound(2, 60)
-    round_.fits(0, 20)
+    round_.record_fits(0, 20)
     ended = round_.propose(1, Proposal.refused(ConfigError("no such thing"), 20), 0.0)
     assert isinstance(ended, OneSidedRound)
     assert isinstance(ended.error, ConfigError)

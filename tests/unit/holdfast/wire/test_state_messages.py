@@ -96,7 +96,7 @@ def test_equal_proposals_of_many_ranks_are_unpacked_and_kept_once(
     assert len({id(one.table) for one in read}) == len({id(one.held.rows) for one in read}) == 1
     assert unpacked < 2 * table_bytes
     assert read[7].per_rank_bytes == {"rng": 7}
-    reader.forget()
+    reader.reset()
     again = reader.read(wire.decode(read[0].to_frame(1)))
     assert again == read[0]
     assert again.table is not read[0].table

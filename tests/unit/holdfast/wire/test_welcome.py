@@ -60,6 +60,6 @@ def test_a_share_that_is_not_one_of_them_is_refused() -> None:
 
 def test_a_refused_start_raises_the_stagers_own_error() -> None:
     with pytest.raises(FencedError, match="held by host a"):
-        Welcome.from_frame(wire.decode(Welcome.refusal(FencedError("held by host a"))))
+        Welcome.from_frame(wire.decode(Welcome.refusal_frame(FencedError("held by host a"))))
     with pytest.raises(StoreError, match="no such bucket"):
-        Welcome.from_frame(wire.decode(Welcome.refusal(StoreError("no such bucket"))))
+        Welcome.from_frame(wire.decode(Welcome.refusal_frame(StoreError("no such bucket"))))

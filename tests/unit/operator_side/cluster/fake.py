@@ -36,9 +36,9 @@ class FakeCloud(Ec2):
     def live(self, role: str = "") -> list[Node]:
         return [node for node in self.all.values() if node.is_live and role in {"", node.role}]
 
-    def nodes(self, marks: Mapping[str, str]) -> tuple[Node, ...]:
+    def nodes(self, tags: Mapping[str, str]) -> tuple[Node, ...]:
         with _Call(self):
-            return tuple(n for n in self.all.values() if all(n.tags.get(k) == v for k, v in marks.items()))
+            return tuple(n for n in self.all.values() if all(n.tags.get(k) == v for k, v in tags.items()))
 
     def check_templates(self) -> None:
         with _Call(self):
@@ -73,7 +73,7 @@ class FakeCloud(Ec2):
             for i in ids:
                 self.set_state(i, "shutting-down" if self.stubborn else "terminated")
 
-    def leftovers(self, marks: Mapping[str, str]) -> tuple[str, ...]:
+    def leftovers(self, tags: Mapping[str, str]) -> tuple[str, ...]:
         with _Call(self):
             return self.rest
 

@@ -52,7 +52,7 @@ def test_up_makes_all_and_a_second_up_nothing(tmp_path: Path) -> None:
     cloud = FakeCloud()
     raised = cluster(cloud, tmp_path).up(WISH, FREE)
     assert len(raised.trainers) == 3
-    assert len(raised.made) == 4
+    assert len(raised.started_ids) == 4
     assert raised.stager.subnet == raised.trainers[0].subnet
     for node in cloud.all.values():
         assert {
@@ -65,7 +65,7 @@ def test_up_makes_all_and_a_second_up_nothing(tmp_path: Path) -> None:
     assert [node.is_spot for node in cloud.live(TRAIN)] == [True] * 3
     assert [node.is_spot for node in cloud.live(STAGE)] == [False]
     again = cluster(cloud, tmp_path).up(WISH, FREE)
-    assert again.made == ()
+    assert again.started_ids == ()
     assert again.generation == raised.generation
     assert not (tmp_path / "state.json").exists()
 
@@ -141,13 +141,13 @@ def test_lost_trainers_are_replaced_where_the_others_are(tmp_path: Path) -> None
     cloud = FakeCloud(["InsufficientInstanceCapacity"])  # so that they are in zone b
     made = cluster(cloud, tmp_path)
     made.up(WISH, FREE)
-    assert made.replace(WISH, FREE) == ()
+    assert made.replace_lost(WISH, FREE) == ()
     cloud.set_state(cloud.live(TRAIN)[0].id, "terminated", "Server.SpotInstanceTermination")
     cloud.set_state(cloud.live(TRAIN)[0].id, "terminated", "Server.SpotInstanceTermination")
-    assert len(made.replace(WISH, FREE)) == 2
+    assert len(made.replace_lost(WISH, FREE)) == 2
     assert {(node.zone, node.role) for node in cloud.live(TRAIN)} == {("zone-b", TRAIN)}
     assert len(cloud.live(TRAIN)) == 3
-    assert len(made.standing(FREE).taken) == 2
+    assert len(made.status(FREE).preempted) == 2
 
 
 def test_replacements_are_replaced_too(tmp_path: Path) -> None:
@@ -156,14 +156,14 @@ def test_replacements_are_replaced_too(tmp_path: Path) -> None:
     made.up(WISH, FREE)
     for _ in range(3):
         cloud.set_state(cloud.live(TRAIN)[0].id, "terminated", "Server.SpotInstanceTermination")
-        assert len(made.replace(WISH, FREE)) == 1
+        assert len(made.replace_lost(WISH, FREE)) == 1
         assert len(cloud.live(TRAIN)) == 3
 
 
 def test_a_smaller_cluster_that_would_do_is_left_as_it_is(tmp_path: Path) -> None:
     cloud = FakeCloud(["InsufficientInstanceCapacity"] * 2)
     assert len(cluster(cloud, tmp_path).up(WISH, FREE).trainers) == 2
-    assert cluster(cloud, tmp_path).up(WISH, FREE).made == ()
+    assert cluster(cloud, tmp_path).up(WISH, FREE).started_ids == ()
     assert len(cloud.live(TRAIN)) == 2
 
 
@@ -204,9 +204,9 @@ def test_a_standing_cluster_is_priced_per_hour(tmp_path: Path) -> None:
     cloud = FakeCloud()
     made = cluster(cloud, tmp_path)
     made.up(WISH, FREE)
-    assert made.standing(Budget(None, 0.25)).per_hour == pytest.approx(3 * 0.5 + 0.25)
+    assert made.status(Budget(None, 0.25)).per_hour == pytest.approx(3 * 0.5 + 0.25)
     cloud.prices = {("b.large", "zone-a"): 0.4}
-    assert made.standing(FREE).per_hour is None
+    assert made.status(FREE).per_hour is None
 
 
 def test_down_ends_all_also_what_is_made_meanwhile(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def publish(root: Path, step: int, attempt: int = 1, **more: Any) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    lease = Lease.take(PosixStore(tmp_path))
+    lease = Lease.acquire(PosixStore(tmp_path))
     for step in (100, 200, 300, 400):
         publish(tmp_path, step)
     lease.release()
@@ -122,9 +122,9 @@ def test_a_branch_without_a_checkpoint_is_rewound_as_well(run: Path) -> None:
     typed(run, "--to", "200", "--skip-batches", "250..260")
     typed(run, "--to", "200", "--skip-batches", "250..270")
     assert newest(run) == (200, 1)
-    branches = Catalog(PosixStore(run)).look().branches
+    branches = Catalog(PosixStore(run)).read_listing().branches
     assert branches is not None
-    found = branches.rewound(Catalog(PosixStore(run)).get().order)
+    found = branches.rewind_since(Catalog(PosixStore(run)).get().order)
     assert found is not None
     assert found.skipped == ((250, 270),), "the ranges of a rewind that has led nowhere do not count"
 
@@ -169,7 +169,8 @@ def test_a_writer_that_lives_is_refused(run: Path) -> None:
     code = (
         "import sys; from holdfast.checkpoints.lease import Lease, claim_attempt; "
         "from holdfast.store.posix import PosixStore; store = PosixStore(sys.argv[1]); "
-        "Lease.take(store) if sys.argv[2] == 'flusher' else claim_attempt(store, 9); print(flush=True); sys.stdin.read()"
+        "Lease.acquire(store) if sys.argv[2] == 'flusher' else claim_attempt(store, 9); "
+        "print(flush=True); sys.stdin.read()"
     )
     for kind in ("flusher", "alone"):
         command = [sys.executable, "-c", code, str(run), kind]

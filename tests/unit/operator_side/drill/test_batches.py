@@ -33,7 +33,7 @@ def wrong_after(
     drilled, struck, findings = WHOLE[: 6 * RANKS], [], []
     for number, (first, batches) in enumerate(resumed, 1):
         at = 100.0 * number
-        kill = Kill(number, KillTarget.RANKS, notice=False, rank=0, after_step=first, part=0.0)
+        kill = Kill(number, KillTarget.RANKS, notice=False, rank=0, after_step=first, delay_fraction=0.0)
         struck.append(ExecutedKill(kill, None, at))
         findings.append(KillFinding(kill, resumed_from=first - 1, unequal=[9] if number in unequal else []))
         drilled = [*drilled, *trained(first, batches, at + 1)]
@@ -103,7 +103,7 @@ def test_several_batches_of_a_step_each_count() -> None:
     first, second = {"step": 0, "crcs": [10, 11, 12]}, {"step": 1, "crcs": [13, 14, 15]}
     reference = [{"time": 0.0, "rank": 0, "batches": one} for one in (first, second)]
     resumed = {"time": 11.0, "rank": 0, "batches": {"step": 1, "crcs": [14, 15, 16]}}
-    kill = Kill(1, KillTarget.RANKS, notice=False, rank=0, after_step=0, part=0.0)
+    kill = Kill(1, KillTarget.RANKS, notice=False, rank=0, after_step=0, delay_fraction=0.0)
     finding = KillFinding(kill, resumed_from=0)
     explain_different_batches([finding], [ExecutedKill(kill, None, 10.0)], reference, [*reference, resumed])
     (said,) = finding.wrong

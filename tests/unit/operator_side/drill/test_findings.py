@@ -9,7 +9,7 @@ from operator_side.drill.findings import Samples, ExecutedKill, compare_counters
 from operator_side.drill.kill_plan import Kill, KillTarget
 
 LENGTH = 10
-KILL = Kill(1, KillTarget.RANKS, notice=False, rank=0, after_step=2, part=0.0)
+KILL = Kill(1, KillTarget.RANKS, notice=False, rank=0, after_step=2, delay_fraction=0.0)
 
 
 def trained(attempt: int, first: int, last: int, *, place: int | None = None) -> list[dict[str, Any]]:

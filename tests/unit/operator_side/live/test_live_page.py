@@ -36,12 +36,12 @@ def run(ranks: int, host: str = "spot", text: str = "") -> RunStatus:
         interval_why=text,
     )
     return status(
-        stager_said=stager, ring=ring(in_ring(60, "receiving")), dollars_per_hour=3600.0, notes=[text]
+        stager_document=stager, ring=ring(in_ring(60, "receiving")), dollars_per_hour=3600.0, notes=[text]
     )
 
 
-def shown(found: RunStatus, facts: RunFacts | None = None, is_whole: bool = True) -> str:
-    return live_page(found, facts, every_seconds=1.0, is_whole=is_whole).decode()
+def shown(found: RunStatus, facts: RunFacts | None = None, is_full_page: bool = True) -> str:
+    return live_page(found, facts, every_seconds=1.0, is_full_page=is_full_page).decode()
 
 
 @pytest.mark.parametrize("ranks", [2, 64])
@@ -87,7 +87,7 @@ def test_the_page_begins_with_what_the_run_does_or_how_it_ended() -> None:
     done_well = LoggedEvent(NOW, "ended", "supervisor", None, None, {"cause": "done", "message": "well"})
     at = "attempt 1 ended at 1970-01-01 02:46:40 UTC"
     assert state(run(2)) == ("back", "some ranks are missing")
-    assert state(status(stager_said=said("stager", ranks=[{"rank": 0}]))) == ("training", "training")
+    assert state(status(stager_document=said("stager", ranks=[{"rank": 0}]))) == ("training", "training")
     assert state(silent, launched) == ("back", "the stager does not answer")
     assert state(gone) == ("idle", "no training job is running")
     assert state(gone, launched) == ("starting", "attempt 1 was launched 2 min ago; no stager is here")
@@ -97,7 +97,7 @@ def test_the_page_begins_with_what_the_run_does_or_how_it_ended() -> None:
 
 def test_ranks_that_are_still_coming_have_nothing_to_lose() -> None:
     rows = [RankStatus(rank=0, state="coming").model_dump()]
-    found = status(stager_said=said("stager", done(20), done(40), ranks=rows, ranks_total=1))
+    found = status(stager_document=said("stager", done(20), done(40), ranks=rows, ranks_total=1))
     assert found.is_running
     assert (found.loss_trainers.steps, found.loss_trainers.seconds) == (0, 0.0)
 
@@ -131,7 +131,7 @@ def test_charts_go_on_with_the_logs_when_the_store_has_only_the_checkpoints_that
         record = {"ranks": {"0": {"saved_at_unix": NOW + at}}}
         fields = {"attempt": attempt, "pgt2_seconds": 2.0, "record": record}
         events.append(LoggedEvent(NOW + at + 2, "durable", "flusher", None, step, fields))
-    text = shown(status(stager_said=stager), gather_facts("r", Log(events)))
+    text = shown(status(stager_document=stager), gather_facts("r", Log(events)))
     progress, durations = (json.loads(one["data-chart"] or "") for one in Page(text).of("figure"))
     assert [point["y"] for point in progress["series"][0]["data"]] == [10, 20, 15, 30], "a loss is a fall"
     assert [point["x"] for point in durations["series"][0]["data"]] == [10, 20, 15, 30]
@@ -142,7 +142,7 @@ def test_charts_go_on_with_the_logs_when_the_store_has_only_the_checkpoints_that
 def test_the_interval_is_said_once() -> None:
     stager = said("stager", done(30), done(45), interval_why="every 15 steps: 0.9 % stall")
     line = "interval: every 15 steps or 15.0 s, from the last two saves; auto: 0.9 % stall"
-    assert line in Page(shown(status(stager_said=stager))).text
+    assert line in Page(shown(status(stager_document=stager))).text
 
 
 def test_an_attempt_that_runs_or_starts_reaches_to_now() -> None:
@@ -171,7 +171,7 @@ def test_hostile_names_are_texts() -> None:
 
 def test_the_part_that_is_fetched_again_is_the_one_in_the_page() -> None:
     """Each of its parts has an id of its own, by which page.js finds the one to replace."""
-    part, whole = shown(run(64), is_whole=False), shown(run(64))
+    part, whole = shown(run(64), is_full_page=False), shown(run(64))
     assert part.strip() in whole
     assert "<script" not in part
     assert len(part) < 40_000

@@ -66,8 +66,8 @@ def test_page_is_served_on_loopback_with_strict_headers() -> None:
 def test_another_host_name_is_refused(host: str) -> None:
     with serving() as server:
         path = server.url.partition(str(server.port))[2]
-        assert server.answer("127.0.0.1", path)[0] == HTTPStatus.OK
-        status, served = server.answer(host, path)
+        assert server.respond("127.0.0.1", path)[0] == HTTPStatus.OK
+        status, served = server.respond(host, path)
         assert status == HTTPStatus.FORBIDDEN
         assert b"localhost only" in served.body
 
@@ -75,7 +75,7 @@ def test_another_host_name_is_refused(host: str) -> None:
 def test_server_tells_nothing_without_the_key() -> None:
     with serving() as server:
         for path in ("/", "/main", "//main", "/wrong/main", "main", "", "/\udcff/", "/é/"):
-            status, served = server.answer("localhost", path)
+            status, served = server.respond("localhost", path)
             assert status == HTTPStatus.FORBIDDEN, path
             assert b"open the URL" in served.body
 
@@ -83,8 +83,8 @@ def test_server_tells_nothing_without_the_key() -> None:
 def test_an_unknown_page_is_missing_and_an_error_of_the_store_is_told() -> None:
     with serving() as server:
         base = server.url.partition(str(server.port))[2]
-        assert server.answer("[::1]:80", f"{base}other")[0] == HTTPStatus.NOT_FOUND
-        status, served = server.answer("localhost", f"{base}broken")
+        assert server.respond("[::1]:80", f"{base}other")[0] == HTTPStatus.NOT_FOUND
+        status, served = server.respond("localhost", f"{base}broken")
         assert (status, served.body) == (HTTPStatus.SERVICE_UNAVAILABLE, b"the store is away")
 
 

@@ -23,16 +23,16 @@ def test_logs_are_read_again_when_they_have_grown(tmp_path: Path) -> None:
     now = [0.0]
     logs = tmp_path / "logs"
     log = RunLog("r", [logs, tmp_path / "rank-0.jsonl"], clock=lambda: now[0])
-    assert log.look() is None
+    assert log.read() is None
     logs.mkdir()
-    assert log.look() is None
+    assert log.read() is None
     launched(logs / "status.jsonl", 1)
-    first = log.look()
+    first = log.read()
     assert first is not None
     assert len(first.attempts) == 1
-    assert log.look() is first, "it is not read again while nothing has changed"
+    assert log.read() is first, "it is not read again while nothing has changed"
     launched(logs / "status.jsonl", 2)
-    second = log.look()
+    second = log.read()
     assert second is not None
     assert len(second.attempts) == 2
 
@@ -47,10 +47,10 @@ def test_a_log_that_takes_long_is_read_for_a_tenth_of_the_time(tmp_path: Path) -
     path = tmp_path / "status.jsonl"
     launched(path, 1)
     log = RunLog("r", [path], clock=clock)
-    first = log.look()
+    first = log.read()
     launched(path, 2)
-    assert log.look() is first
+    assert log.read() is first
     now[0] += 100
-    again = log.look()
+    again = log.read()
     assert again is not None
     assert len(again.attempts) == 2

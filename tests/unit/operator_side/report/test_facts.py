@@ -91,8 +91,8 @@ def test_the_time_of_a_run_adds_up(tmp_path: Path) -> None:
     facts = facts_of(written(tmp_path / "log", supervised()), price=3600.0)
     (loss,) = facts.interruptions
     assert loss.attempt.cause == "killed"
-    assert loss.back is not None
-    assert loss.back.phases == {
+    assert loss.recovery is not None
+    assert loss.recovery.phases == {
         "ended": 10.0,
         "launched": 1.0,
         "joined": 19.0,
@@ -235,12 +235,12 @@ def test_a_real_drilled_run() -> None:
     assert any(
         "attempt 3 cost the most" in text and "until its processes had joined" in text for text in advice
     )
-    assert [one.event for one in facts.happened][:2] == ["notice", "emergency"]
+    assert [one.event for one in facts.incidents][:2] == ["notice", "emergency"]
 
 
 def test_without_a_supervisor_less_is_known_and_said() -> None:
     facts = facts_of(EVENTS)
-    assert [one.is_told for one in facts.attempts] == [False, False]
+    assert [one.is_supervised for one in facts.attempts] == [False, False]
     assert facts.attempts[0].cause == "lost", "the stager told of a lost rank"
     assert facts.goodput is not None
     assert facts.goodput.is_estimate
@@ -316,7 +316,7 @@ def test_steps_that_are_declined_by_all_ranks_are_one(tmp_path: Path) -> None:
     lines += checkpoint(3, 5.0, attempt=2)  # the next attempt saves the same step
     lines.insert(3, (4.0, "stager", "stager_ready", {"attempt": 2, "ranks": 2}))
     facts = facts_of(written(tmp_path / "log", lines))
-    (one,) = facts.checkpoints.not_taken
+    (one,) = facts.checkpoints.skipped
     assert (one.attempt, one.step, one.kind, one.cause, one.ranks) == (1, 3, "declined", "busy", 2)
     assert [(row.attempt, row.step, row.state) for row in facts.rows] == [(2, 3, "verified")]
     assert any("50 % of the checkpoints" in advice.text for advice in find_hints(facts))
@@ -374,7 +374,7 @@ def test_a_log_of_a_version_that_stated_no_cause_is_counted_by_its_sentence(tmp_
         (4.0, "trainer", "declined", {"rank": 0, "step": 4, "reason": "Nobody knows"}),
         (5.0, "stager", "declined", {"step": 5, "reason": "rank 1: late: said", "cause": "other"}),
     ]
-    found = facts_of(written(tmp_path / "log", lines)).checkpoints.not_taken
+    found = facts_of(written(tmp_path / "log", lines)).checkpoints.skipped
     assert [(one.step, one.cause) for one in found] == [
         (1, "busy"),
         (2, "no room at the stager"),
@@ -415,7 +415,7 @@ def test_a_checkpoint_that_was_set_aside_is_told(tmp_path: Path) -> None:
     )
     facts = facts_of(written(tmp_path / "log", [*supervised(resumed_step=5), line]))
     assert f"S{message[1:]}." in summarize_run(facts)
-    assert [(one.event, one.step, one.is_notice) for one in facts.happened] == [("set_aside", 10, False)]
+    assert [(one.event, one.step, one.is_notice) for one in facts.incidents] == [("set_aside", 10, False)]
 
 
 def test_without_the_ranks_logs_the_stager_tells_when_training_began_and_from_where(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_the_interval_is_the_one_that_the_policy_advises(run: Any, tmp_path: Pat
     advice = advise(Cost(1.8, 0.05, 4.0, 11.0), Hazard.from_mtbf(2, 12.0))
     assert code == 0
     assert f"Checkpointer(state, every={advice.every})" in out
-    assert advice.line() in _said(out)
+    assert advice.describe() in _said(out)
     assert "failures: one in 2 h, as set (mtbf_hours)" in _said(out)
     assert "Replayed" not in out, "there is no trace"
 
@@ -290,7 +290,7 @@ def test_the_failures_of_a_run_are_taken_from_its_claims(run: Any, tmp_path: Pat
     assert "there is nothing at this URL" in err
     clock = [0.0]
     for _ in range(3):
-        lease = Lease.take(open_store(str(tmp_path / "run")), takeover=True, clock=lambda: clock[0])
+        lease = Lease.acquire(open_store(str(tmp_path / "run")), takeover=True, clock=lambda: clock[0])
         lease.begin_work()
         clock[0] += 3600
         lease.end_work(lost=True)

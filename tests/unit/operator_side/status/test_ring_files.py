@@ -39,7 +39,7 @@ def test_ring_files_tell_what_ring_and_store_have(ring: Ring) -> None:
     with progress_path(ring.directory, CheckpointId(3, 7)).open("ab") as file:
         file.write(b'00000000 {"part":1,"chunks":[[1],[2]]')  # killed while it wrote
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in ring.directory.iterdir()}
-    found = RingFiles(ring.directory).look()
+    found = RingFiles(ring.directory).snapshot()
     assert found is not None
     assert (found.attempt, found.ring_chunks, found.chunk_bytes) == (3, 16, CHUNK_BYTES)
     assert found.chunks == {"free": 10, "filling": 1, "full": 5}
@@ -54,10 +54,10 @@ def test_ring_files_tell_what_ring_and_store_have(ring: Ring) -> None:
 
 def test_ring_files_take_no_lock_that_looks_like_a_living_stager(ring: Ring) -> None:
     ring.hold(3)
-    ring.let_go()
+    ring.release()
     files = RingFiles(ring.directory)
     locks = Path("/proc/locks").read_text().count(f"{os.getpid()} ")
-    assert files.look() is not None
+    assert files.snapshot() is not None
     assert Path("/proc/locks").read_text().count(f"{os.getpid()} ") == locks
     assert not ring.is_held()
     ring.close()
@@ -72,17 +72,17 @@ def test_a_half_written_or_missing_ring_file_is_passed_over(ring: Ring, tmp_path
     (ring.directory / "journal").write_bytes(damaged)
     (ring.directory / "checkpoint-3-7.json").write_bytes(b"half")
     (ring.directory / "checkpoint-3-7.json").chmod(0o600)
-    found = files.look()
+    found = files.snapshot()
     assert found is not None
     assert found.chunks["full"] == 1
     assert found.checkpoints == ()
     assert "its CRC-32 is wrong" in found.trouble
     ring.close()
     Ring.remove(ring.directory)
-    assert files.look() is None
+    assert files.snapshot() is None
     ring.directory.rmdir()
-    assert files.look() is None
-    assert RingFiles(tmp_path / "never").look() is None
+    assert files.snapshot() is None
+    assert RingFiles(tmp_path / "never").snapshot() is None
 
 
 def test_a_journal_of_another_version_is_an_error(ring: Ring) -> None:
@@ -90,5 +90,5 @@ def test_a_journal_of_another_version_is_an_error(ring: Ring) -> None:
     raw[8] = 99
     (ring.directory / "journal").write_bytes(raw)
     with pytest.raises(ProtocolError, match="version 99"):
-        RingFiles(ring.directory).look()
+        RingFiles(ring.directory).snapshot()
     ring.close()

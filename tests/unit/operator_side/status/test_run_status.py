@@ -43,7 +43,7 @@ def said(role: str, *checkpoints: CheckpointStatus, **more: Any) -> StatusDocume
 
 @pytest.mark.parametrize("created", ["yesterday", "", "9999-99-99"])
 def test_a_manifest_that_does_not_say_when_it_was_made_is_left_out(created: str) -> None:
-    assert StoredCheckpoint.of(manifest_of(small_image(), step=1, created=created)) is None
+    assert StoredCheckpoint.from_manifest(manifest_of(small_image(), step=1, created=created)) is None
 
 
 def ring(*checkpoints: RingCheckpoint) -> RingSnapshot:
@@ -92,8 +92,8 @@ def many(ranks: int = 64, flights: int = 100) -> RunStatus:
     flusher = said("flusher", checkpoint(199, held="no room: " + long), stager_attached=True)
     lying = ring(*(in_ring(100 + n, ranks={}) for n in range(flights)))
     return status(
-        stager_said=stager,
-        flusher_said=flusher,
+        stager_document=stager,
+        flusher_document=flusher,
         ring=lying,
         dollars_per_hour=1e6,
         notes=["the store: " + long],
@@ -109,18 +109,18 @@ def many(ranks: int = 64, flights: int = 100) -> RunStatus:
     ],
 )
 def test_the_status_says_whether_the_ranks_traffic_is_encrypted(transport: str, words: str) -> None:
-    found = status(stager_said=said("stager", transport=transport))
+    found = status(stager_document=said("stager", transport=transport))
     assert found.document()["transport"] == transport
     assert words in shown(found, width=120)
 
 
 def test_a_stager_that_waits_for_a_job_says_where_and_nothing_of_a_loss() -> None:
-    found = status(stager_said=said("stager", waits_at="10.0.0.1:7700"), ring=ring())
+    found = status(stager_document=said("stager", waits_at="10.0.0.1:7700"), ring=ring())
     assert not found.is_running
     text = shown(found, width=120)
     assert "stager process 4711 waits for a job at 10.0.0.1:7700; " in text
     assert "LOSES" not in text
-    staged = status(stager_said=said("stager", waits_at="10.0.0.1:7700"), ring=ring(in_ring(95)))
+    staged = status(stager_document=said("stager", waits_at="10.0.0.1:7700"), ring=ring(in_ring(95)))
     assert "LOSES" in shown(staged), "a step that only the ring has is at risk without a job, too"
 
 
@@ -129,8 +129,8 @@ def test_a_stager_that_waits_for_a_job_says_where_and_nothing_of_a_loss() -> Non
 
 def test_each_tells_what_it_knows_best() -> None:
     found = status(
-        flusher_said=said("flusher", done(20, read_back="verified"), done(30)),
-        stager_said=said(
+        flusher_document=said("flusher", done(20, read_back="verified"), done(30)),
+        stager_document=said(
             "stager", checkpoint(40, saved_at_unix=NOW - 60, staged_at_unix=NOW - 59, pgt1_seconds=1.0)
         ),
         ring=ring(in_ring(40), in_ring(50, "receiving")),
@@ -146,18 +146,18 @@ def test_each_tells_what_it_knows_best() -> None:
 
 def test_a_bad_one_and_one_that_was_given_up_do_not_count() -> None:
     rows = (done(20), done(30, read_back="bad"), checkpoint(40, staged_at_unix=NOW - 1, failed="lost"))
-    assert steps(status(flusher_said=said("flusher", *rows))) == {"staged": 20, "durable": 20}
+    assert steps(status(flusher_document=said("flusher", *rows))) == {"staged": 20, "durable": 20}
 
 
 def test_a_later_attempt_is_newer_though_its_step_is_lower() -> None:
     rows = (done(90), done(20).model_copy(update={"attempt": 2}))
-    assert steps(status(flusher_said=said("flusher", *rows)))["durable"] == 20
+    assert steps(status(flusher_document=said("flusher", *rows)))["durable"] == 20
 
 
 def test_the_earlier_of_two_times_of_a_save_is_taken() -> None:
     found = status(
-        flusher_said=said("flusher", checkpoint(5, saved_at_unix=NOW - 1, durable_at_unix=NOW - 1)),
-        stager_said=said(
+        flusher_document=said("flusher", checkpoint(5, saved_at_unix=NOW - 1, durable_at_unix=NOW - 1)),
+        stager_document=said(
             "stager", checkpoint(5, saved_at_unix=NOW - 9, staged_at_unix=NOW - 8), ranks=[{"rank": 0}]
         ),
     )
@@ -177,28 +177,28 @@ def test_without_a_flusher_the_store_and_the_ring_tell() -> None:
 
 def test_a_job_whose_ranks_have_all_gone_does_not_run() -> None:
     lost = said("stager", ranks=[{"rank": 0, "state": "lost"}, {"rank": 1, "state": "left"}])
-    assert not status(stager_said=lost).is_running
-    assert status(stager_said=said("stager", ranks=[{"rank": 0, "state": "silent"}])).is_running
+    assert not status(stager_document=lost).is_running
+    assert status(stager_document=said("stager", ranks=[{"rank": 0, "state": "silent"}])).is_running
 
 
 def test_the_interval_is_that_of_the_last_two_saves_of_one_job() -> None:
-    found = status(flusher_said=said("flusher", done(20), done(30), done(45)))
+    found = status(flusher_document=said("flusher", done(20), done(30), done(45)))
     assert found.interval == Interval(15, 15.0)
     restarted = done(10).model_copy(update={"attempt": 2})
-    assert status(flusher_said=said("flusher", done(20), restarted)).interval is None
+    assert status(flusher_document=said("flusher", done(20), restarted)).interval is None
 
 
 def test_the_interval_has_the_stagers_reason_and_none_from_one_that_says_none() -> None:
     why = "every 15 steps: 0.9 % stall, expected loss 38 s per preemption"
     flusher, line = said("flusher", done(30), done(45)), "interval: every 15 steps or 15.0 s"
-    found = status(flusher_said=flusher, stager_said=said("stager", interval_why=why))
+    found = status(flusher_document=flusher, stager_document=said("stager", interval_why=why))
     assert found.interval == Interval(15, 15.0, why)
     assert found.document()["interval"]["why"] == why
     assert f"{line}, from the last two saves\n  auto: 0.9 % stall, expected loss 38 s" in shown(found)
     another = said("stager", interval_why="every 41 steps: 0.1 % stall")
-    assert "auto: every 41 steps: 0.1 % stall" in shown(status(flusher_said=flusher, stager_said=another))
+    assert "auto: every 41 steps: 0.1 % stall" in shown(status(flusher_document=flusher, stager_document=another))
     for older in (said("stager"), None):
-        found = status(flusher_said=flusher, stager_said=older)
+        found = status(flusher_document=flusher, stager_document=older)
         assert found.interval == Interval(15, 15.0)
         assert line in shown(found)
         assert "auto" not in shown(found)
@@ -208,13 +208,13 @@ def test_the_failures_are_those_of_the_interval_or_what_the_flusher_has_counted(
     line = "failures: 1 in 60 s observed, prior 1 in 3 h → one in 90 min"
     flusher = said("flusher", done(30), done(45), seen={"failures": 1, "seconds": 60.0})
     counted = "failures: 1 in 60 s observed, prior 1 in 3 h → one in 1.5 h"
-    assert status(flusher_said=flusher, stager_said=said("stager")).failures == counted
+    assert status(flusher_document=flusher, stager_document=said("stager")).failures == counted
     why = f"every 15 steps: 0.9 % stall; {line}"
-    found = status(flusher_said=flusher, stager_said=said("stager", interval_why=why))
+    found = status(flusher_document=flusher, stager_document=said("stager", interval_why=why))
     assert found.failures == line
     assert f"auto: 0.9 % stall\n{line}" in shown(found)
     assert shown(found).count("failures:") == 1
-    assert status(flusher_said=said("flusher"), stager_said=said("stager")).failures == ""
+    assert status(flusher_document=said("flusher"), stager_document=said("stager")).failures == ""
 
 
 def test_the_document_is_json_and_has_all_of_it() -> None:
@@ -253,7 +253,7 @@ def test_every_field_of_the_document_is_in_the_page() -> None:
 def test_the_status_says_what_a_newcomer_wants_to_know() -> None:
     text = shown(
         status(
-            stager_said=said("stager", done(90), ranks=[{"rank": 0, "host": "spot-7", "step": 90}]),
+            stager_document=said("stager", done(90), ranks=[{"rank": 0, "host": "spot-7", "step": 90}]),
             ring=ring(in_ring(95, "receiving")),
             dollars_per_hour=3600.0,
         )
@@ -319,7 +319,7 @@ def test_words_from_outside_do_not_steer_the_terminal() -> None:
         interval_why=evil,
     )
     text = shown(
-        compose(evil, NOW, RunEvidence(Peer("silent", note=evil), HERE, stager_said=stager, notes=[evil]))
+        compose(evil, NOW, RunEvidence(Peer("silent", note=evil), HERE, stager_document=stager, notes=[evil]))
     )
     assert "\x1b" not in text
     assert "\x07" not in text
@@ -350,7 +350,7 @@ def test_bars_and_sparks() -> None:
 def test_each_share_of_the_step_in_flight_is_told_from_rings_and_seals() -> None:
     lead = said("flusher", checkpoint(15, share="1/4", sealed=("1/4", "3/4")))
     second = ShareSnapshot(1, ring(in_ring(15, "receiving")), said("flusher", checkpoint(15, share="2/4")))
-    found = status(ring=ring(in_ring(15)), flusher_said=lead, others=(second,))
+    found = status(ring=ring(in_ring(15)), flusher_document=lead, others=(second,))
     assert [(one.share, one.state) for one in found.shares] == [
         ("1/4", "sealed"),
         ("2/4", "receiving"),
@@ -363,12 +363,12 @@ def test_each_share_of_the_step_in_flight_is_told_from_rings_and_seals() -> None
 
 def test_on_the_machine_of_another_share_its_own_ring_is_its_own_share() -> None:
     own = said("flusher", checkpoint(15, share="2/2"))
-    found = status(ring=ring(in_ring(15)), flusher_said=own)
+    found = status(ring=ring(in_ring(15)), flusher_document=own)
     assert [(one.share, one.state) for one in found.shares] == [("1/2", "elsewhere"), ("2/2", "staged")]
 
 
 @pytest.mark.parametrize("share", ["", "9", "2/1"])
 def test_a_run_with_one_stager_has_no_shares(share: str) -> None:
-    found = status(ring=ring(in_ring(15)), flusher_said=said("flusher", checkpoint(15, share=share)))
+    found = status(ring=ring(in_ring(15)), flusher_document=said("flusher", checkpoint(15, share=share)))
     assert found.shares == ()
     assert "shares" not in shown(found)

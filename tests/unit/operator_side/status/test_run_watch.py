@@ -25,14 +25,14 @@ def test_rings_of_one_run_are_one_run_and_each_without_a_flusher_is_told_with_it
     url = str(tmp_path / "run")
     lead, member = (left(tmp_path, url, share) for share in range(2))
     assert find_runs(tmp_path) == [lead]
-    notes = RunWatch(lead, url).look().notes
+    notes = RunWatch(lead, url).poll().notes
     assert any(f"run `holdfast flusher --store {url} --share 1/2`" in note for note in notes)
     assert any(
         f"the ring of share 2 has checkpoints and no flusher; run `holdfast flusher --store {url} --share 2/2`"
         in note
         for note in notes
     )
-    assert any("--share 2/2`" in note for note in RunWatch(member, url).look().notes)
+    assert any("--share 2/2`" in note for note in RunWatch(member, url).poll().notes)
     for path in lead.iterdir():
         path.unlink()
     assert find_runs(tmp_path) == [member]

@@ -290,7 +290,7 @@ def test_a_rank_that_ends_well_before_the_others_is_no_loss() -> None:
 
 def test_silence_ends_it_unless_it_is_over_in_time() -> None:
     story = (
-        Story(silent_seconds_max=30).launch().tell(RankSilence(1)).tell(RankSilence(1, over=True), seconds=29)
+        Story(silent_seconds_max=30).launch().tell(RankSilence(1)).tell(RankSilence(1, is_over=True), seconds=29)
     )
     story.tell(ClockTick(), seconds=100)
     assert not story.of(Terminate)

@@ -34,7 +34,7 @@ def end(
 
 
 SIGTERM = frozenset({signal.SIGTERM})
-TOLD = {"told": SIGTERM}
+TOLD = {"forwarded": SIGTERM}
 STARTED = (joined(5), said("restored", attempt=4))  # the attempt before has saved one: nothing was in vain
 
 
@@ -115,8 +115,8 @@ def test_a_newer_checkpoint_begins_the_count_anew() -> None:
 
 
 def test_notices_are_counted_as_well_where_the_job_had_joined() -> None:
-    assert end(0, joined(20), said("restored", attempt=4), told=SIGTERM).code == 9
-    assert end(-15, told=SIGTERM).code == RETRY_EXIT_CODE
+    assert end(0, joined(20), said("restored", attempt=4), forwarded=SIGTERM).code == 9
+    assert end(-15, forwarded=SIGTERM).code == RETRY_EXIT_CODE
 
 
 # -- around torchrun

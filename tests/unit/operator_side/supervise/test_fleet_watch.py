@@ -19,11 +19,11 @@ class CountedFleet:
     def __init__(self) -> None:
         self.looks = 0
 
-    def look(self) -> tuple[Host, ...]:
+    def list_hosts(self) -> tuple[Host, ...]:
         self.looks += 1
         return tuple(Host(f"h{number}", 1) for number in range(self.looks))
 
-    def replace(self, wanted: int) -> None:
+    def request_hosts(self, wanted: int) -> None:
         """It grows by itself."""
 
 
@@ -37,11 +37,11 @@ def test_an_answer_wakes_the_loop_between_two_attempts(tmp_path: Path) -> None:
     seen = []
     try:
         for _ in range(_LOOKS):
-            watch.ask(0)
+            watch.poll_now(0)
             job.wait(3600.0, watch.fileno())
-            seen += [len(hosts or ()) for hosts in watch.take()]
+            seen += [len(hosts or ()) for hosts in watch.drain_results()]
     finally:
         watch.stop()
         watch.join(30.0)
     assert seen == [1, 2, 3]
-    assert list(watch.take()) == []
+    assert list(watch.drain_results()) == []

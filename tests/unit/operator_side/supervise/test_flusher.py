@@ -33,7 +33,7 @@ def test_a_flusher_is_waited_for_until_its_process_is_gone_not_its_files(tmp_pat
         assert process.stdout is not None
         process.stdout.readline()
         assert is_ring_kept(directory)
-        kept.let_go()
+        kept.release()
         assert not is_ring_kept(directory)
         process.stdin.write(b"\n")
         process.stdin.flush()
@@ -47,10 +47,10 @@ def test_a_flusher_is_waited_for_until_its_process_is_gone_not_its_files(tmp_pat
 
 def test_where_there_is_none_nothing_is_waited_for(tmp_path: Path) -> None:
     kept = KeptFlusher(tmp_path / "run")
-    kept.let_go()
+    kept.release()
     assert kept.wait_for_exit(60)
     assert not kept.has_leftover_ring
-    kept.let_go()
+    kept.release()
     assert not (tmp_path / "run").exists()
 
 
@@ -66,7 +66,7 @@ def _ring(tmp_path: Path) -> Path:
 def test_the_segment_folder_is_private_named_to_the_job_and_removed(tmp_path: Path) -> None:
     ring = _ring(tmp_path)
     segments = SegmentFolder(ring)
-    environment = segments.make({"A": "1"})
+    environment = segments.prepare({"A": "1"})
     folder = Path(environment[VARIABLE])
     assert environment["A"] == "1"
     assert folder == ring.with_name(f"{ring.name}-mpi-{os.getpid()}")
@@ -88,7 +88,7 @@ def test_a_killed_supervisors_folder_is_removed_by_the_next_one(tmp_path: Path) 
     for folder in (dead, living, another_run, strange):
         folder.mkdir()
         (folder / "sm_segment.0").write_bytes(b"x")
-    SegmentFolder(ring).make({})
+    SegmentFolder(ring).prepare({})
     assert not dead.exists()
     assert living.exists(), "another supervisor of this run: its job may live"
     assert another_run.exists()
@@ -97,5 +97,5 @@ def test_a_killed_supervisors_folder_is_removed_by_the_next_one(tmp_path: Path) 
 
 def test_a_place_that_somebody_has_chosen_is_left(tmp_path: Path) -> None:
     ring = _ring(tmp_path)
-    assert SegmentFolder(ring).make({VARIABLE: "/elsewhere"}) == {VARIABLE: "/elsewhere"}
+    assert SegmentFolder(ring).prepare({VARIABLE: "/elsewhere"}) == {VARIABLE: "/elsewhere"}
     assert list(ring.parent.iterdir()) == []

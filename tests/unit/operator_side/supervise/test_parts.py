@@ -176,7 +176,7 @@ def _notice(kind: NoticeKind) -> dict[str, object]:
         ({"event": "staged", "role": "trainer", "step": 3}, None),
         ({"event": "flush_failed", "role": "flusher", "step": 3}, None),
         ({"event": "rank_silent", "role": "stager", "silent_rank": 2}, RankSilence(2)),
-        ({"event": "rank_back", "role": "stager", "silent_rank": 2}, RankSilence(2, over=True)),
+        ({"event": "rank_back", "role": "stager", "silent_rank": 2}, RankSilence(2, is_over=True)),
         ({"event": "rank_silent", "role": "stager", "silent_rank": "2"}, None),
         (_notice(NoticeKind.TERMINATE), RankNoticed(1)),
         (_notice(NoticeKind.REBALANCE), None),
@@ -196,7 +196,7 @@ def test_a_host_file(tmp_path: Path) -> None:
     path.write_text(
         "# comment\nlocalhost slots=2 max-slots=9\n\n127.0.0.1   # one\nlocalhost slots=1\n10.0.0.9 slots=0\n"
     )
-    assert HostFile(path).look() == (Host("localhost", 3), Host("127.0.0.1", 1))
+    assert HostFile(path).list_hosts() == (Host("localhost", 3), Host("127.0.0.1", 1))
     path.write_text("localhost slots=2\n-oProxyCommand=x\n")
     with pytest.raises(ConfigError, match="line 2"):
         HostFile(path)
@@ -210,7 +210,7 @@ def test_a_host_that_does_not_answer_is_not_there(tmp_path: Path) -> None:
     agent.chmod(0o755)
     path = tmp_path / "hosts"
     path.write_text("spot-1 slots=2\nspot-2 slots=2\nlocalhost\n")
-    assert HostFile(path, agent=[str(agent)]).look() == (Host("spot-1", 2), Host("localhost", 1))
+    assert HostFile(path, agent=[str(agent)]).list_hosts() == (Host("spot-1", 2), Host("localhost", 1))
     assert sorted((tmp_path / "agent.log").read_text().splitlines()) == ["spot-1 true", "spot-2 true"]
 
 
@@ -235,11 +235,11 @@ def test_a_slurm_fleet_follows_the_jobs_nodes() -> None:
 
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": "4(x2),1(x2)"}
     fleet = Slurm(environment, scontrol)
-    assert fleet.look() == (Host("n1", 4), Host("n4", 1))
+    assert fleet.list_hosts() == (Host("n1", 4), Host("n4", 1))
     ours = "n[2-4]"  # n1 failed, was removed from the job, and is up again
-    assert fleet.look() == (Host("n4", 1),)
+    assert fleet.list_hosts() == (Host("n4", 1),)
     ours = "(null)"
-    assert fleet.look() == ()
+    assert fleet.list_hosts() == ()
     with pytest.raises(ConfigError, match="inside sbatch"):
         Slurm({"SLURM_JOB_ID": "7"}, scontrol)
     with pytest.raises(ConfigError, match="3 nodes"):
@@ -296,7 +296,7 @@ def _attempt(
     try:
         job.launch(Launch(2, 1, (Host("here", 1),), set_aside))
         waits = 0
-        while job.hear()[1] is None:
+        while job.poll()[1] is None:
             job.wait(60.0, wakes)
             waits += 1
         job.close()

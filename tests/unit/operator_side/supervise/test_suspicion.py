@@ -66,7 +66,7 @@ def test_two_equal_crashes_after_the_restore_of_one_checkpoint_set_it_aside() ->
         {"attempt": 3, "step": 5, "of_attempt": 1, "before_step": 3, "before_attempt": 1, "crashes": 2}
     ]
     (note,) = [note for note in story.of(Note) if note.event == "set_aside"]
-    assert note.loud
+    assert note.is_warning
     assert note.message == (
         "step 5 (attempt 1) is set aside: 2 attempts that were restored from it crashed the same way (rank 1 on h1 "
         "ended with exit code 1 (ValueError)); the next attempt goes back to step 3 (attempt 1)"

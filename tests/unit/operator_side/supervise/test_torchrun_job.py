@@ -32,19 +32,19 @@ class MadeUpStager:
         self._status, self._restarts_max, self._listens = status, restarts_max, listens
         self.stopped = False
 
-    def listens(self) -> bool:
+    def check_listening(self) -> bool:
         return self._listens
 
-    def ended(self) -> int | None:
+    def poll(self) -> int | None:
         return self._status
 
-    def again(self) -> float | None:
+    def schedule_restart(self) -> float | None:
         if self.restarts >= self._restarts_max:
             return None
         self.restarts += 1
         return 0.0
 
-    def tick(self) -> None:
+    def restart_if_due(self) -> None:
         pass
 
     def stop(self) -> None:

@@ -32,19 +32,19 @@ NOT_DURABLE = Death(1, 11, "holdfast.errors.NotDurable")
         (evidence(BUG, ECHO), Cause.CRASHED),
         (evidence(Death(1, -11)), Cause.CRASHED),
         (evidence(Death(1, -6), ECHO), Cause.CRASHED),
-        (evidence(BUG, gone={"spot-2"}), Cause.PREEMPTED),
-        (evidence(ECHO, noticed={"spot-2"}), Cause.PREEMPTED),
+        (evidence(BUG, lost_hosts={"spot-2"}), Cause.PREEMPTED),
+        (evidence(ECHO, noticed_hosts={"spot-2"}), Cause.PREEMPTED),
         (evidence(mpirun_status=-9), Cause.KILLED),
-        (evidence(Death(0, -15, by_supervisor=True), given_up="rank 1 is silent"), Cause.LOST),
-        (evidence(BUG, Death(0, -15, by_supervisor=True), given_up="rank 1 has ended"), Cause.CRASHED),
-        (evidence(GONE, given_up="rank 1 has ended"), Cause.KILLED),
+        (evidence(Death(0, -15, by_supervisor=True), give_up_reason="rank 1 is silent"), Cause.LOST),
+        (evidence(BUG, Death(0, -15, by_supervisor=True), give_up_reason="rank 1 has ended"), Cause.CRASHED),
+        (evidence(GONE, give_up_reason="rank 1 has ended"), Cause.KILLED),
         (evidence(GONE, stopping=True), Cause.STOPPED),
         (evidence(Death(0, 0), Death(1, 0), stopping=True), Cause.DONE),
         (Evidence(2, 213), Cause.UNLAUNCHED),
         (evidence(ECHO, lost_first=(1,)), Cause.KILLED),  # the wrapper of rank 1 was killed too
-        (evidence(Death(0, 1, "PeerLost"), lost_first=(1,), given_up="rank 0 has ended"), Cause.KILLED),
+        (evidence(Death(0, 1, "PeerLost"), lost_first=(1,), give_up_reason="rank 0 has ended"), Cause.KILLED),
         (evidence(BUG, ECHO, lost_first=(1,)), Cause.CRASHED),  # it did report, a moment later
-        (evidence(BUG, lost_first=(1,), gone={"spot-2"}), Cause.PREEMPTED),
+        (evidence(BUG, lost_first=(1,), lost_hosts={"spot-2"}), Cause.PREEMPTED),
         (evidence(Death(0, 11), NOT_DURABLE), Cause.LOST),  # one of the ranks says it for all
         (evidence(Death(0, 11)), Cause.CRASHED),  # a script's own code
         (evidence(NOT_DURABLE, Death(2, -9)), Cause.KILLED),
@@ -85,7 +85,7 @@ def test_a_process_of_a_rank_that_was_killed_for_memory_is_named_beside_its_exce
 
 
 def test_a_process_killed_by_the_supervisor_is_not_blamed_on_memory() -> None:
-    verdict = judge(evidence(Death(1, -9, by_supervisor=True, out_of_memory=True), given_up="rank 0 is silent"))
+    verdict = judge(evidence(Death(1, -9, by_supervisor=True, out_of_memory=True), give_up_reason="rank 0 is silent"))
     assert verdict.cause is Cause.LOST
     assert judge(evidence(Death(1, -15, out_of_memory=True))).cause is Cause.KILLED
 
@@ -99,12 +99,12 @@ def test_a_verdict_says_who_ended_and_how() -> None:
 
 
 def test_the_same_crash_has_the_same_mark() -> None:
-    assert judge(evidence(BUG)).mark == judge(evidence(BUG, ECHO)).mark
-    assert judge(evidence(BUG)).mark != judge(evidence(Death(1, 1, "KeyError"))).mark
-    assert judge(evidence(Death(1, 3))).mark != judge(evidence(Death(1, 4))).mark
+    assert judge(evidence(BUG)).signature == judge(evidence(BUG, ECHO)).signature
+    assert judge(evidence(BUG)).signature != judge(evidence(Death(1, 1, "KeyError"))).signature
+    assert judge(evidence(Death(1, 3))).signature != judge(evidence(Death(1, 4))).signature
 
 
 def test_a_wrong_setting_is_hopeless() -> None:
-    assert judge(evidence(Death(1, 1, "holdfast.errors.ConfigError"))).hopeless
-    assert judge(evidence(Death(2, 2))).hopeless
-    assert not judge(evidence(BUG)).hopeless
+    assert judge(evidence(Death(1, 1, "holdfast.errors.ConfigError"))).is_permanent
+    assert judge(evidence(Death(2, 2))).is_permanent
+    assert not judge(evidence(BUG)).is_permanent

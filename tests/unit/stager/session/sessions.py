@@ -18,8 +18,8 @@ from stager.session.session_messages import (
     NewLayout,
     Offer,
     Received,
-    Sent,
     SendMessage,
+    Sent,
 )
 
 CHUNK = 4096
@@ -47,7 +47,7 @@ def slots_of(session: Session) -> tuple[set[int], set[int], set[int]]:
     """Return the slots that are free, being filled, and held by the flusher."""
     assert len(session._slots.free) == len(set(session._slots.free)), "a slot is free twice"
     filling = {slot for checkpoint in session._open.values() for slot in checkpoint.open_slots.values()}
-    return set(session._slots.free), filling, set(session._slots.flushers)
+    return set(session._slots.free), filling, set(session._slots.flusher_slots)
 
 
 class Stager:

@@ -91,23 +91,23 @@ def _play(seed: int) -> int:
         free = dice.choice((0, 1, 2, 3, part_chunks, 70))
         expected = plain.choose(free, checkpoint.part_chunks, checkpoint.phase)
         where = f"seed {seed}, turn {turn}"
-        assert checkpoint.choose(free) == expected, where
+        assert checkpoint.choose_chunk(free) == expected, where
         assert checkpoint.lowest_part_missing() == plain.missing(checkpoint.part_chunks), where
         assert checkpoint.next_chunk == min(plain.waiting, default=None), where
         assert checkpoint.ungranted == len(plain.waiting), where
         if expected is not None and dice.random() < 0.7:
             chosen += 1
             plain.take(expected)
-            checkpoint.granted(expected, expected)
+            checkpoint.assign_slot(expected, expected)
             for rank in layout.senders(expected):
                 plain.credits_out[rank] += 1
-                checkpoint.credited(expected, rank, Credit(expected, 1, 0.0))
+                checkpoint.add_credit(expected, rank, Credit(expected, 1, 0.0))
         elif checkpoint.credits:
             chunk, rank = dice.choice(sorted(checkpoint.credits))
             plain.credits_out[rank] -= 1
-            checkpoint.settled(chunk, rank)
+            checkpoint.settle_credit(chunk, rank)
             if chunk not in checkpoint.unsettled:
-                assert checkpoint.handed(chunk) == chunk
+                assert checkpoint.hand_over(chunk) == chunk
                 plain.open.remove(chunk)
     return chosen
 

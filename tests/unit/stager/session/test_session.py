@@ -32,9 +32,9 @@ from stager.session.session_messages import (
     RankSilent,
     Received,
     Returned,
+    SendMessage,
     Sent,
     SlotsFreed,
-    SendMessage,
     Tick,
 )
 from tests.unit.stager.session.sessions import CHUNK, Stager, is_empty, make_layout, phases_of, slots_of

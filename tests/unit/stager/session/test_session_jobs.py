@@ -24,8 +24,8 @@ from stager.session.session_messages import (
     Durable,
     Event,
     FillSlot,
-    FlusherReplaced,
     FlusherLost,
+    FlusherReplaced,
     FreeSlot,
     GrantCredit,
     MarkFull,
@@ -37,9 +37,9 @@ from stager.session.session_messages import (
     RankSilent,
     Received,
     Returned,
+    SendMessage,
     Sent,
     SlotsFreed,
-    SendMessage,
     Tick,
 )
 from tests.support.seeds import each_seed

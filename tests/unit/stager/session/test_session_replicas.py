@@ -25,8 +25,8 @@ from stager.session.session_messages import (
     NewLayout,
     Offer,
     Received,
-    Sent,
     SendMessage,
+    Sent,
 )
 
 CHUNK = 4096

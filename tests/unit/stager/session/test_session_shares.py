@@ -18,8 +18,8 @@ from stager.session.session_messages import (
     MarkStaged,
     Offer,
     RankLost,
-    SlotsFreed,
     SendMessage,
+    SlotsFreed,
     Tick,
 )
 from tests.unit.stager.session.sessions import Stager, is_empty, make_layout, phases_of
@@ -148,7 +148,7 @@ def test_a_rank_hears_that_its_share_was_staged_by_the_stager_before() -> None:
     assert not stager.of(Abort)
     stager.take(Durable(1))
     assert [tell.rank for tell in stager.said(Kind.DURABLE)] == [None]
-    assert not stager.session.left
+    assert not stager.session.inherited_staged
 
 
 def test_ranks_hear_that_a_share_of_the_stager_before_has_failed() -> None:
@@ -161,7 +161,7 @@ def test_ranks_hear_that_a_share_of_the_stager_before_has_failed() -> None:
 def test_a_share_that_the_stager_before_had_begun_is_received_as_a_whole() -> None:
     stager = Stager(LAYOUT, share=SHARE, left={1: False})
     stager.offer_all(1)
-    assert not stager.session.left
+    assert not stager.session.inherited_staged
     stager.pay_all(1)
     for rank in range(LAYOUT.ranks):
         stager.take(Done(rank, 1))
@@ -189,7 +189,7 @@ def test_a_share_that_no_rank_offers_again_is_aborted_once() -> None:
         stager.take(Tick())
     assert [abort.step for abort in stager.of(Abort)] == [1]
     assert [tell.step for tell in stager.said(Kind.FAILED)] == [1]
-    assert stager.session.left == {2}
+    assert stager.session.inherited_staged == {2}
 
 
 def test_shares_of_the_stager_before_fail_with_the_ring() -> None:

@@ -72,7 +72,7 @@ def test_a_file_saved_by_torch_is_restored_and_goes_on_the_same(tmp_path: Path, 
     manifest = Catalog(store).get()
     assert manifest.record["imported"] == {"from": "old.pt", "format": "torch"}
     assert verify_file(store, manifest).ok
-    claim = Lease.take(store)
+    claim = Lease.acquire(store)
     assert claim.attempt == 2, "the next job is a later attempt, and need not wait"
     claim.release()
 
@@ -195,7 +195,7 @@ def test_a_run_with_checkpoints_or_with_a_writer_is_left_alone(tmp_path: Path, r
     assert code == 2
     assert "this run has checkpoints already, the newest of step 9" in err
     store = open_store(str(tmp_path / "run"))
-    claim = Lease.take(store)
+    claim = Lease.acquire(store)
     code, _, err = run(file, tmp_path / "run", "--step", 4, "--force")
     assert code == 8, err
     claim.release()

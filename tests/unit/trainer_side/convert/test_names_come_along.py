@@ -114,7 +114,7 @@ class Holder:
 
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_optimizers_keyed_by_names_in_dcp_are_joined_by_name(
-    tmp_path: Path, run: Command, must_copy_inside: bool
+    tmp_path: Path, run: Command, is_inside: bool
 ) -> None:
     state = job(0)
     mark(state["optimizer"], names_of(("", state["model"])))
@@ -122,9 +122,9 @@ def test_optimizers_keyed_by_names_in_dcp_are_joined_by_name(
         "model": state["model"].state_dict(),
         "optimizer": get_optimizer_state_dict(state["model"], state["optimizer"]),
     }
-    saved_by_dcp(tmp_path / "old", {"loop": tree} if must_copy_inside else tree)
+    saved_by_dcp(tmp_path / "old", {"loop": tree} if is_inside else tree)
     code, err = run("import", tmp_path / "old", tmp_path / "run", "--step", 7)
     assert code == 0, err
     fresh = job(1, backwards=True)
-    bring_back({"loop": Holder(fresh)} if must_copy_inside else fresh, tmp_path / "run")
+    bring_back({"loop": Holder(fresh)} if is_inside else fresh, tmp_path / "run")
     assert_own(fresh["optimizer"], names_of(("", fresh["model"])))

@@ -31,7 +31,7 @@ CONFIG = TrainerConfig(events=None, on_not_durable="warn", close_seconds_max=0.1
 STARTS = {"wandb": start_wandb, "tensorboard": start_tensorboard, "mlflow": start_mlflow}
 
 
-class SealedSlice(Tracker):
+class Kept(Tracker):
     """A tracker that records its calls.
 
     Attributes:
@@ -83,7 +83,7 @@ def test_a_missing_tracker_is_named_with_what_to_install(
     with Checkpointer(_state(), config=CONFIG, fresh=True) as checkpointer:
         with pytest.raises(ConfigError, match=rf"trackers needs {kind}.*pip install {kind} .*\[trackers\]"):
             STARTS[kind](checkpointer)
-        assert checkpointer._marking is None
+        assert checkpointer._mark_sender is None
 
 
 def test_a_tracker_on_another_rank_does_nothing(link: FakeLink) -> None:
@@ -100,11 +100,11 @@ def test_a_save_has_the_runs_of_its_trackers_and_its_marks_reach_them(link: Fake
         link.bytes_of(0)
         checkpointer.wait_copied()
         link.stage(0)
-        tracker = checkpointer.track(SealedSlice)
+        tracker = checkpointer.track(Kept)
         assert checkpointer.save(1)
         link.bytes_of(1)
     assert [link.offers[step][0].record.trackers for step in (0, 1)] == [None, {"kept": "run-1"}]
-    assert isinstance(tracker, SealedSlice)
+    assert isinstance(tracker, Kept)
     assert tracker.start == StartPoint(0, 2)
     assert [(mark.name, mark.step) for mark in tracker.marks] == [("attempt", 0), ("stall_seconds", 1)]
 
@@ -114,7 +114,7 @@ def test_a_tracker_whose_run_has_no_room_in_a_record_is_refused(link: FakeLink) 
         Checkpointer(_state(), config=CONFIG, fresh=True) as checkpointer,
         pytest.raises(ConfigError, match="at most 1024 characters"),
     ):
-        checkpointer.track(lambda start: SealedSlice(start, "x" * 1025))
+        checkpointer.track(lambda start: Kept(start, "x" * 1025))
 
 
 def test_a_restored_checkpoint_says_in_which_runs_it_goes_on(link: FakeLink, tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ def test_a_restored_checkpoint_says_in_which_runs_it_goes_on(link: FakeLink, tmp
     (tmp_path / manifest_name(manifest.file)).write_bytes(manifest.to_bytes())
     with Checkpointer(_state(), config=CONFIG) as checkpointer:
         assert checkpointer.restore() == 30
-        tracker = checkpointer.track(SealedSlice)
+        tracker = checkpointer.track(Kept)
         assert checkpointer.restored is not None
         assert checkpointer.restored.trackers == {"kept": "run-7"}
-    assert isinstance(tracker, SealedSlice)
+    assert isinstance(tracker, Kept)
     text = f"attempt 2 resumed from step 29 of attempt 1, read from {link.job.store_url}"
     assert tracker.start == StartPoint(30, 2, {"kept": "run-7"}, text)
     assert tracker.marks == [Mark("attempt", 30, 2, text)]

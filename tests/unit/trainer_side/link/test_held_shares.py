@@ -24,12 +24,12 @@ def _held_share(step: int) -> Outgoing:
 def test_shares_that_were_not_offered_before_the_next_loss_stay_held() -> None:
     held = HeldShares(lambda: 0.0)
     held.hold([_held_share(1), _held_share(2)], PeerLost("the stager is dead"))
-    step, again = next(held.take())
+    step, again = next(held.drain())
     assert step == 1
     assert again is not None
     assert again.transfer.hold()
     held.hold([again], PeerLost("the stager is dead"))
-    taken = list(held.take())
+    taken = list(held.drain())
     assert [step for step, _ in taken] == [1, 2]
     assert all(one is not None for _, one in taken)
 
@@ -40,10 +40,10 @@ def test_only_shares_whose_deadline_has_passed_fail() -> None:
     early = _held_share(1)
     held.hold([early], PeerLost("the stager is dead"))
     now[0] = LOST_STAGER_SECONDS_MAX - 1
-    again = [one for _, one in held.take() if one is not None]
+    again = [one for _, one in held.drain() if one is not None]
     assert again[0].transfer.hold()
     held.hold([*again, _held_share(2)], PeerLost("the stager is dead"))
     now[0] = LOST_STAGER_SECONDS_MAX + 1
-    held.look()
+    held.fail_expired()
     assert early.transfer.state is TransferState.FAILED
-    assert [step for step, _ in held.take()] == [2]
+    assert [step for step, _ in held.drain()] == [2]

@@ -118,8 +118,8 @@ def test_a_silent_stager_is_lost_after_its_deadline_and_not_before(port: FakePor
     def pass_seconds(seconds: float) -> None:
         for _ in range(int(seconds * 2)):
             now[0] += 0.5
-            turned = link._session.silence.looked_at
-            until(lambda: link._session.silence.looked_at > turned or link.job.problem)  # noqa: B023 (called at once)
+            turned = link._session.silence.checked_at
+            until(lambda: link._session.silence.checked_at > turned or link.job.problem)  # noqa: B023 (called at once)
 
     def problem() -> HoldfastError | None:
         return link.job.problem
@@ -129,7 +129,7 @@ def test_a_silent_stager_is_lost_after_its_deadline_and_not_before(port: FakePor
     port.say(Kind.BEAT)
     until(lambda: link._session.silence.seconds == 0)
     now[0] += 1000.0  # this process was stopped: it has not listened
-    until(lambda: link._session.silence.looked_at == now[0])
+    until(lambda: link._session.silence.checked_at == now[0])
     assert problem() is None
     pass_seconds(30)
     until(problem)
@@ -140,7 +140,7 @@ def test_a_silent_stager_is_lost_after_its_deadline_and_not_before(port: FakePor
 
 def test_close_waits_for_durable(link: Link, port: FakePort) -> None:
     transfer = offer(link)
-    for chunk, _ in LAYOUT.sends(0):
+    for chunk, _ in LAYOUT.sent_frames(0):
         port.say(Kind.CREDIT, step=1, chunk=chunk, arg=chunk)
     port.say(Kind.STAGED, step=1)
     assert transfer.settled.wait(SECONDS_MAX)
@@ -174,7 +174,7 @@ def test_each_beat_is_answered(link: Link, port: FakePort) -> None:
 
 
 def test_a_proposed_step_is_answered_with_where_training_is(link: Link, port: FakePort) -> None:
-    link.tell(StagerMessage.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws")))
+    link.send_message(StagerMessage.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws")))
     until(lambda: port.of(Kind.NOTICE))
     assert wire.json_body(port.of(Kind.NOTICE)[0])["source"] == "aws"
     agreed_steps(link).restored(6)
@@ -217,7 +217,7 @@ def test_a_stager_that_says_nonsense_of_a_step_is_given_up(port: FakePort, flags
 
 def test_an_interval_is_wished_for_promised_and_kept(port: FakePort) -> None:
     link = make(port, auto=True)
-    link.tell(StagerMessage.wish(PaceRequest(5, 3, "every 5 steps: because")))
+    link.send_message(StagerMessage.pace_request(PaceRequest(5, 3, "every 5 steps: because")))
     until(lambda: port.of(Kind.WISH))
     assert wire.json_body(port.of(Kind.WISH)[0]) == {"every": 5, "after": 3, "why": "every 5 steps: because"}
     assert not schedule(link).reach(3)
@@ -288,7 +288,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Again:
 
 
 def _linked(port: FakePort, again: Again, rank: int = 0) -> Link:
-    return make(port, rank=rank, again=Reconnect(again, lambda: 0))
+    return make(port, rank=rank, reconnect=Reconnect(again, lambda: 0))
 
 
 def _lose(link: Link, port: FakePort) -> None:
@@ -298,7 +298,7 @@ def _lose(link: Link, port: FakePort) -> None:
 
 def _reach(link: Link, again: Again) -> FakePort:
     again.reachable.set()
-    until(lambda: link.job.lives)
+    until(lambda: link.job.is_alive)
     return again.ports[-1]
 
 
@@ -343,7 +343,7 @@ def test_a_step_offered_while_the_stager_is_reached_again_is_offered_and_not_dec
         mark_recovered()
         offer(link, 4)
 
-    monkeypatch.setattr(link.job, "recover", recover_and_save)
+    monkeypatch.setattr(link.job, "mark_recovered", recover_and_save)
     second = _reach(link, again)
     until(lambda: second.of(Kind.OFFER))
     assert [frame.step for frame in second.of(Kind.DECLINE)] == [3]
@@ -369,7 +369,7 @@ def test_a_step_only_staged_is_not_called_safe_after_a_loss(port: FakePort, agai
     link = _linked(port, again)
     for step, word in ((1, Kind.DURABLE), (2, Kind.STAGED)):
         transfer = offer(link, step)
-        for chunk, _ in LAYOUT.sends(0):
+        for chunk, _ in LAYOUT.sent_frames(0):
             port.say(Kind.CREDIT, step=step, chunk=chunk, arg=chunk)
         until(lambda step=step: any(frame.step == step for frame in port.of(Kind.DONE)))  # type: ignore[misc]
         port.say(Kind.STAGED, step=step)
@@ -390,8 +390,8 @@ def test_notices_and_doubts_of_the_time_without_a_stager_are_told_when_it_is_bac
 ) -> None:
     link = _linked(port, again)
     _lose(link, port)
-    link.tell(StagerMessage.doubt(Doubt(0, (1, 3), "of the test")))
-    link.tell(StagerMessage.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws")))
+    link.send_message(StagerMessage.doubt(Doubt(0, (1, 3), "of the test")))
+    link.send_message(StagerMessage.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws")))
     second = _reach(link, again)
     until(lambda: second.of(Kind.NOTICE))
     (doubt,) = [Doubt.from_frame(frame) for frame in second.of(Kind.DOUBT)]
@@ -403,7 +403,7 @@ def test_notices_and_doubts_of_the_time_without_a_stager_are_told_when_it_is_bac
 def test_a_notice_whose_time_is_over_is_not_told_any_more(port: FakePort, again: Again) -> None:
     link = _linked(port, again)
     _lose(link, port)
-    link.tell(StagerMessage.notice(Notice(NoticeKind.TERMINATE, time.time() - 1, "aws")))
+    link.send_message(StagerMessage.notice(Notice(NoticeKind.TERMINATE, time.time() - 1, "aws")))
     second = _reach(link, again)
     offer(link, 9)
     until(lambda: second.of(Kind.OFFER))
@@ -417,7 +417,7 @@ def test_a_stager_may_be_lost_and_reached_again_any_number_of_times(port: FakePo
     lost = port
     for step in range(1, 6):
         lost.dead = True
-        until(lambda: link.job.attempt == 1 + step and link.job.lives)  # noqa: B023 (called at once)
+        until(lambda: link.job.attempt == 1 + step and link.job.is_alive)  # noqa: B023 (called at once)
         lost = again.ports[-1]
         offer(link, 10 * step)
         until(lambda: lost.of(Kind.OFFER))  # noqa: B023 (called at once)
@@ -446,7 +446,7 @@ def test_a_caller_during_a_loss_hears_of_it_even_when_the_stager_is_back(
     again.reachable.set()
     port.dead = True
     thread.join(SECONDS_MAX)
-    until(lambda: again.ports and link.job.lives)
+    until(lambda: again.ports and link.job.is_alive)
     assert link.job.is_last_loss(asking[0])
     assert not link.job.is_last_loss(PeerLost("of a rank"))
     link.close(seconds_max=0.0)

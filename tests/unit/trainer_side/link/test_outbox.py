@@ -85,10 +85,10 @@ def test_a_declined_offer_is_taken_back(link: Link, port: FakePort) -> None:
 
 
 def test_an_answer_is_known_before_the_offer(link: Link, port: FakePort) -> None:
-    assert link.answer(7) is None
+    assert link.decline_reason(7) is None
     port.say(Kind.DECLINED, step=7, body={"reason": "rank 1: busy: still sending", "cause": "busy"})
-    until(lambda: link.answer(7))
-    assert link.answer(7) == Reason("busy", "rank 1: busy: still sending")
+    until(lambda: link.decline_reason(7))
+    assert link.decline_reason(7) == Reason("busy", "rank 1: busy: still sending")
 
 
 def test_a_verdict_keeps_the_code_of_its_error(link: Link, port: FakePort) -> None:

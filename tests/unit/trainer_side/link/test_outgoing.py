@@ -15,10 +15,10 @@ from trainer_side.transfer import TransferState
 
 def test_a_frame_is_not_sent_before_it_is_copied(link: Link, port: FakePort) -> None:
     source = Source(0)
-    first = next(iter(LAYOUT.sends(0)))
+    first = next(iter(LAYOUT.sent_frames(0)))
     source.ready = sum(extent.nbytes for extent in first[1]) - 1
     offer(link, 1, source)
-    for chunk, _ in LAYOUT.sends(0):
+    for chunk, _ in LAYOUT.sent_frames(0):
         port.say(Kind.CREDIT, step=1, chunk=chunk, arg=chunk)
     until(lambda: not port.inbox)
     time.sleep(0.02)
@@ -32,10 +32,10 @@ def test_a_frame_is_not_sent_before_it_is_copied(link: Link, port: FakePort) -> 
 def test_crcs_are_computed_before_the_credits_come(link: Link, port: FakePort) -> None:
     source = Source(0)
     transfer = offer(link, 1, source)
-    until(lambda: source.views == len(list(LAYOUT.sends(0))))
+    until(lambda: source.views == len(list(LAYOUT.sent_frames(0))))
     assert transfer.record.crc_seconds
     assert not port.payloads
-    frames = list(LAYOUT.sends(0))
+    frames = list(LAYOUT.sent_frames(0))
     for chunk, _ in reversed(frames):
         port.say(Kind.CREDIT, step=1, chunk=chunk, arg=chunk)
     until(lambda: len(port.of(Kind.SENT)) == len(frames))
@@ -56,7 +56,7 @@ def test_a_frame_is_not_summed_before_it_is_copied(link: Link, port: FakePort) -
 def test_memory_is_not_released_while_mpi_reads_it(link: Link, port: FakePort) -> None:
     port.hold = True
     transfer = offer(link)
-    for chunk, _ in LAYOUT.sends(0):
+    for chunk, _ in LAYOUT.sent_frames(0):
         port.say(Kind.CREDIT, step=1, chunk=chunk, arg=chunk)
     until(lambda: port.payloads)
     port.say(Kind.DECLINED, step=1, body={"reason": "rank 1: busy"})
@@ -72,7 +72,7 @@ def test_done_carries_the_fingerprints_and_the_record_does_not(link: Link, port:
     source = Source(0)
     source.ready = 0
     transfer = offer(link, 1, source)
-    for chunk, _ in LAYOUT.sends(0):
+    for chunk, _ in LAYOUT.sent_frames(0):
         port.say(Kind.CREDIT, step=1, chunk=chunk, arg=chunk)
     transfer.fingerprints = "AAAA"
     source.ready = area_bytes(LAYOUT, 0)
@@ -80,4 +80,4 @@ def test_done_carries_the_fingerprints_and_the_record_does_not(link: Link, port:
     assert wire.json_body(port.of(Kind.DONE)[0])["replicas"] == "AAAA"
     assert "replicas" not in transfer.record.to_json()
     assert transfer.frames_left == 0
-    assert transfer.frames == len(list(LAYOUT.sends(0)))
+    assert transfer.frames == len(list(LAYOUT.sent_frames(0)))

@@ -26,7 +26,7 @@ def test_the_link_polls_without_a_pause_while_mpi_sends_a_payload_in_pieces(
     port.hold = True
     link = make(port, rank=1)
     transfer = offer(link)
-    whole, scattered = (chunk for chunk, _ in LAYOUT.sends(1))
+    whole, scattered = (chunk for chunk, _ in LAYOUT.sent_frames(1))
     assert [len(LAYOUT.pieces(chunk, 1)) for chunk in (whole, scattered)] == [1, 2]
     port.say(Kind.CREDIT, step=1, chunk=whole, arg=5)
     until(lambda: port.payloads)
@@ -54,12 +54,12 @@ def test_the_link_polls_without_a_pause_where_the_stager_cannot_read_by_itself(
     port.one_machine = why != "another machine"
     link = make(port)
     transfer = offer(link)
-    first = next(iter(LAYOUT.sends(0)))[0]
+    first = next(iter(LAYOUT.sent_frames(0)))[0]
     port.say(Kind.CREDIT, step=1, chunk=first, arg=5)
     until(lambda: pauses)
     assert set(pauses) == {0}
     port.hold = False
-    until(lambda: transfer.frames_left == len(list(LAYOUT.sends(0))) - 1)
+    until(lambda: transfer.frames_left == len(list(LAYOUT.sent_frames(0))) - 1)
     link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
 
 
@@ -67,7 +67,7 @@ class _Waits:
     """Stands for the event that the thread waits on, and the outbox that says what is under way."""
 
     def __init__(self, *, streaming: bool) -> None:
-        self.streaming, self.staged = streaming, False
+        self.is_streaming, self.all_staged = streaming, False
         self.seconds: list[float] = []
 
     def __bool__(self) -> bool:
@@ -84,7 +84,7 @@ class _Waits:
 
 
 @pytest.mark.parametrize(
-    ("crowding", "longest_seconds"),
+    ("processes_per_core", "longest_seconds"),
     [(0.0, 0.5e-3), (1.5, 0.5e-3), (2.0, 0.5e-3), (16.0, 4e-3), (200.0, 20e-3)],
 )
 def test_where_ranks_crowd_on_the_cores_they_look_less_often(
@@ -94,7 +94,7 @@ def test_where_ranks_crowd_on_the_cores_they_look_less_often(
     pauses = PollBackoff(cast(Outbox, waits), lambda: 0.0, processes_per_core)
     monkeypatch.setattr(pauses, "_wake", waits)
     for _ in range(40):
-        pauses.rest(fetching=False)
+        pauses.pause(is_fetching=False)
     assert waits.seconds[0] == pytest.approx(0.2e-3), "after something has happened it is as quick as ever"
     assert max(waits.seconds) == pytest.approx(longest_seconds)
 
@@ -117,7 +117,7 @@ def test_after_a_long_wait_it_looks_less_often_unless_bytes_move_only_while_it_l
     monkeypatch.setattr(pauses, "_wake", waits)
     now[0] = waited_seconds
     for _ in range(40):
-        pauses.rest(fetching=False)
+        pauses.pause(is_fetching=False)
     assert max(waits.seconds) == pytest.approx(longest_seconds)
 
 
@@ -127,20 +127,20 @@ def test_once_something_has_happened_it_looks_as_often_as_ever(monkeypatch: pyte
     monkeypatch.setattr(pauses, "_wake", waits)
     now[0] = 60.0
     for _ in range(40):
-        pauses.rest(fetching=False)
-    pauses.busy()
+        pauses.pause(is_fetching=False)
+    pauses.reset()
     waits.seconds.clear()
     for _ in range(40):
-        pauses.rest(fetching=False)
+        pauses.pause(is_fetching=False)
     assert waits.seconds[0] == pytest.approx(0.2e-3)
     assert max(waits.seconds) == pytest.approx(0.5e-3)
 
 
-@pytest.mark.parametrize(("crowding", "pause_seconds"), [(1.5, 0), (16.0, 0.2e-3)])
+@pytest.mark.parametrize(("processes_per_core", "pause_seconds"), [(1.5, 0), (16.0, 0.2e-3)])
 def test_where_they_crowd_none_keeps_a_core_to_itself(
     monkeypatch: pytest.MonkeyPatch, processes_per_core: float, pause_seconds: float
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr("trainer_side.link.poll_backoff.time", SimpleNamespace(sleep=slept.append))
-    PollBackoff(cast(Outbox, _Waits(streaming=True)), lambda: 0.0, processes_per_core).rest(fetching=False)
+    PollBackoff(cast(Outbox, _Waits(streaming=True)), lambda: 0.0, processes_per_core).pause(is_fetching=False)
     assert slept == [pause_seconds]

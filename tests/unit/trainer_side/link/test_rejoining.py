@@ -75,7 +75,7 @@ def _found(search: Rejoining) -> RejoinedStager:
     found: list[RejoinedStager] = []
 
     def look() -> bool:
-        found.extend(filter(None, [search.look()]))
+        found.extend(filter(None, [search.poll()]))
         return bool(found)
 
     until(look)
@@ -181,13 +181,13 @@ def test_a_search_that_dies_by_a_bug_says_so(search: Search) -> None:
     searching = search(Door(ZeroDivisionError("a bug")))
     until(lambda: not searching._found.empty())
     with pytest.raises(ThreadDied, match="tries to reach the stager again, has ended by ZeroDivisionError"):
-        searching.look()
+        searching.poll()
 
 
 def test_an_error_of_the_stager_itself_is_tried_again(search: Search) -> None:
     door = Door(AFTER)
     refusing = FakePort()
-    refusing.inbox.append(Welcome.refusal(HoldfastError("no store")))
+    refusing.inbox.append(Welcome.refusal_frame(HoldfastError("no store")))
     answers = iter([refusing])
 
     def connect(generation: int) -> FakePort:
@@ -210,7 +210,7 @@ def test_a_start_that_was_replaced_is_not_tried_again(
     searching = search(door)
     until(lambda: "no checkpoints are taken in this start any more" in caplog.text)
     until(lambda: not any(thread.name == "holdfast-rejoin" for thread in threading.enumerate()))
-    assert searching.look() is None
+    assert searching.poll() is None
     assert len(door.generations) == 2
 
 
@@ -222,5 +222,5 @@ def test_a_start_after_which_another_one_has_saved_stays_out(
     searching = search(door, newest=BEFORE.attempt + 1)
     until(lambda: "another start of it has gone on since" in caplog.text)
     assert door.ports[0].left
-    assert searching.look() is None
+    assert searching.poll() is None
     _found(search(Door(AFTER), rank=1, newest=BEFORE.attempt + 1))

@@ -19,12 +19,12 @@ class Ring:
         self.asked: list[tuple[FetchKind, int]] = []
 
     def fetch(
-        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, fetch_kind: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
         if self.is_lost:
             raise PeerLost("it is lost")
-        self.asked.append((asked, chunk))
-        match asked:
+        self.asked.append((fetch_kind, chunk))
+        match fetch_kind:
             case FetchKind.HELD:
                 return encode_held(self.held)
             case FetchKind.BYTES:

@@ -27,7 +27,7 @@ class Told:
 
     def say(self, index: int, state: TransferState) -> None:
         reason = DeclineCause.LATE.because("of the test") if state in (DECLINED, FAILED) else None
-        self.whole.shares[index].reach(state, reason)
+        self.whole.shares[index].set_state(state, reason)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_memory_is_free_when_no_share_reads_it_and_the_step_is_settled(end: 
 def test_sent_memory_is_kept_while_a_share_may_still_fail() -> None:
     told = Told()
     for share in told.whole.shares:
-        share.reach(SENT)
+        share.set_state(SENT)
         share.release()
     assert not told.whole.transfer.released.is_set()
 
@@ -78,7 +78,7 @@ def test_the_lead_is_told_of_the_whole_save_and_the_others_of_their_share() -> N
     told = Told()
     told.whole.transfer.fingerprints = "prints"
     told.whole.transfer.record.copy_seconds = 2.0
-    words = [share.last_words() for share in told.whole.shares]
+    words = [share.final_message() for share in told.whole.shares]
     assert "prints" in words[0].values()
     assert words[0]["copy_seconds"] == 2.0
     assert all(not {"copy_seconds"} & other.keys() and "prints" not in other.values() for other in words[1:])

@@ -27,7 +27,7 @@ from trainer_side.transfer import Transfer, TransferState
 
 STAGERS = 2
 SHARES = Shares.of(LAYOUT, STAGERS, 1)
-FRAMES = [[chunk for chunk, _ in LAYOUT.sends(0) if SHARES.owner(chunk) == index] for index in range(STAGERS)]
+FRAMES = [[chunk for chunk, _ in LAYOUT.sent_frames(0) if SHARES.owner(chunk) == index] for index in range(STAGERS)]
 
 
 class Scene:
@@ -44,7 +44,7 @@ class Scene:
                 port,
                 member=index > 0,
                 clock=lambda: time.monotonic() + self.now,
-                again=Reconnect(lambda _, index=index: self._come_again(index), lambda: 0) if again else None,  # type: ignore[misc]
+                reconnect=Reconnect(lambda _, index=index: self._come_again(index), lambda: 0) if again else None,  # type: ignore[misc]
                 **settings,
             )
             for index, port in enumerate(self.ports)
@@ -179,7 +179,7 @@ def test_a_rank_that_loses_a_stager_after_its_share_was_sent_tells_nothing(scene
 def test_a_step_is_offered_to_no_stager_while_one_is_lost_and_the_others_hear_why(scene: Scene) -> None:
     scene.ports[1].dead = True
     until(lambda: scene.group.job.problem)
-    assert not scene.group.job.lives
+    assert not scene.group.job.is_alive
     assert "stager 2/2: the stager: its process is dead" in str(scene.group.job.problem)
     assert scene.group.job.lead_problem is None, "it names a step after a notice"
     transfer = scene.offer()
@@ -197,10 +197,10 @@ def test_a_step_that_is_not_new_is_declined_here(scene: Scene) -> None:
 
 
 def test_an_answer_of_any_stager_counts(scene: Scene) -> None:
-    assert scene.group.answer(3) is None
+    assert scene.group.decline_reason(3) is None
     scene.ports[1].say(Kind.DECLINED, step=3, body={"reason": "rank 1: busy", "cause": "busy"})
-    until(lambda: scene.group.answer(3))
-    assert str(scene.group.answer(3)) == "rank 1: busy"
+    until(lambda: scene.group.decline_reason(3))
+    assert str(scene.group.decline_reason(3)) == "rank 1: busy"
 
 
 def test_agreements_and_news_go_through_the_lead_alone(scene: Scene) -> None:
@@ -208,7 +208,7 @@ def test_agreements_and_news_go_through_the_lead_alone(scene: Scene) -> None:
         StagerMessage.fits(1),
         StagerMessage.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws")),
     ):
-        scene.group.tell(message)
+        scene.group.send_message(message)
     until(lambda: scene.ports[0].of(Kind.NOTICE))
     scene.group.decline(2, DeclineCause.OUTGROWN.because("of the test"), needed_pickle_bytes=9)
     until(lambda: all(port.of(Kind.DECLINE) for port in scene.ports))

@@ -17,18 +17,18 @@ _SLEEPS = "import time; time.sleep(60)"
 _RANK = """
 import ctypes, os, signal, sys
 from trainer_side.notice.lost_siblings import LostSiblings
-from trainer_side.notice.signals import Signal
+from trainer_side.notice.signals import SignalSource
 
 if sys.argv[2] == "own":
     signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"own\\n"))
 siblings = LostSiblings([int(sys.argv[1])], rank=0)
-source = Signal(
+source = SignalSource(
     signal.SIGTERM, grace_seconds=30, wake=lambda: os.write(1, b"woken\\n"), is_void=siblings.any_ended
 )
 siblings.start(lambda: source.ends_by_default)
 print("ready", flush=True)
 sys.stdin.readline()
-print("noticed" if source.look() else "nothing", flush=True)
+print("noticed" if source.poll() else "nothing", flush=True)
 if sys.argv[2] == "stuck":  # as in a collective on a device: Python's handler never runs
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)

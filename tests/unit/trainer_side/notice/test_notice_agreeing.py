@@ -36,15 +36,15 @@ def test_a_declined_emergency_save_is_tried_at_a_later_step() -> None:
     job.notice(0, terminate(100), 100.0)
     job.settle()
     saved = job.ranks[0].acted[-1][0]
-    job.emergency.offered(saved)
-    job.do(job.emergency.ended(saved, "busy", job.now))
+    job.emergency.on_offered(saved)
+    job.do(job.emergency.on_ended(saved, "busy", job.now))
     job.settle()
     again = job.ranks[1].acted[-1][0]
     assert again > saved
     assert [rank.acted for rank in job.ranks] == [[(saved, True), (again, True)]] * 2
-    job.emergency.offered(again)
+    job.emergency.on_offered(again)
     job.now = 7.0
-    job.do(job.emergency.staged(again, 1000, 1.0, job.now))
+    job.do(job.emergency.on_staged(again, 1000, 1.0, job.now))
     assert job.events()[-1] == "emergency_staged"
     assert "93.0 s before the deadline" in job.said[-1].text
     assert not job.emergency.open
@@ -58,8 +58,8 @@ def test_the_emergency_gives_up_after_some_saves() -> None:
         if not job.emergency.open:
             break
         saved = job.ranks[0].acted[-1][0]
-        job.emergency.offered(saved)
-        job.do(job.emergency.ended(saved, "busy", job.now))
+        job.emergency.on_offered(saved)
+        job.do(job.emergency.on_ended(saved, "busy", job.now))
     assert len(job.ranks[0].acted) == 6
     assert job.events()[-1] == "emergency_failed"
 
@@ -67,7 +67,7 @@ def test_the_emergency_gives_up_after_some_saves() -> None:
 def test_a_lost_rank_ends_it_and_a_later_notice_says_why() -> None:
     job = NoticeJob(2)
     job.notice(1, terminate(100), 100.0)
-    job.do(job.emergency.rank_left(1, "rank 1 is dead", job.now))
+    job.do(job.emergency.on_rank_left(1, "rank 1 is dead", job.now))
     assert job.said[-1].event == "emergency_failed"
     assert "rank 1 is dead" in job.said[-1].text
     job.notice(0, terminate(100), 100.0)
@@ -81,32 +81,32 @@ def test_a_rank_that_dies_in_mid_send_is_not_saved_for_again() -> None:
     job.notice(1, terminate(100), 100.0)
     job.settle()
     saved = job.ranks[0].acted[-1][0]
-    job.emergency.offered(saved)
-    job.do(job.emergency.rank_left(1, "rank 1 is dead", job.now))
+    job.emergency.on_offered(saved)
+    job.do(job.emergency.on_rank_left(1, "rank 1 is dead", job.now))
     assert job.emergency.open  # the stager may have sent all messages
-    job.do(job.emergency.ended(saved, "rank 1 is dead", job.now))
+    job.do(job.emergency.on_ended(saved, "rank 1 is dead", job.now))
     assert job.events()[-1] == "emergency_failed"
     assert not job.emergency.open
 
 
 def test_too_late_is_said_and_nobody_saves() -> None:
     job = NoticeJob(2)
-    job.emergency.measures.staged(1000, 60.0)
+    job.emergency.staging_times.add(1000, 60.0)
     job.notice(0, terminate(5), 5.0)
     job.settle()
     assert [rank.acted for rank in job.ranks] == [[(job.ranks[0].step, False)]] * 2
-    assert job.said[-1].loud
+    assert job.said[-1].is_error
     assert "a new one needs" in job.said[-1].text
 
 
 def test_a_step_in_flight_is_finished_and_no_new_one_is_begun() -> None:
     job = NoticeJob(2, [InFlight(3, 0.5, 4.0)])
-    job.emergency.measures.staged(1000, 8.0)
+    job.emergency.staging_times.add(1000, 8.0)
     job.notice(0, terminate(6), 6.0)
     job.settle()
     assert not any(save for rank in job.ranks for _, save in rank.acted)
     assert "step 3 is finished" in job.said[-1].text
-    assert not job.said[-1].loud
+    assert not job.said[-1].is_error
 
 
 def test_a_rebalance_shortens_the_interval_for_a_while_at_the_same_steps_on_all() -> None:
@@ -115,10 +115,10 @@ def test_a_rebalance_shortens_the_interval_for_a_while_at_the_same_steps_on_all(
     job.settle()
     at = job.ranks[0].acted[0][0]
     for rank in job.ranks:
-        assert rank.agreed_steps.every(100, at + 1) == 25
-        assert rank.agreed_steps.every(2, at + 1) == 1
-        assert rank.agreed_steps.every(0, at + 1) == 0
-        assert rank.agreed_steps.every(100, 10**9) == 100
+        assert rank.agreed_steps.current_interval(100, at + 1) == 25
+        assert rank.agreed_steps.current_interval(2, at + 1) == 1
+        assert rank.agreed_steps.current_interval(0, at + 1) == 0
+        assert rank.agreed_steps.current_interval(100, 10**9) == 100
         assert rank.agreed_steps.notice is not None
         assert rank.agreed_steps.notice.kind is NoticeKind.REBALANCE
     assert job.ranks[0].acted == job.ranks[1].acted == [(at, True)]
@@ -138,7 +138,7 @@ def test_a_graver_notice_takes_over_one_that_is_open() -> None:
 
 def test_a_deadline_that_is_heard_of_while_a_step_is_proposed_is_planned_for() -> None:
     job = NoticeJob(1)
-    job.emergency.measures.staged(1000, 60.0)
+    job.emergency.staging_times.add(1000, 60.0)
     job.notice(0, _REBALANCE, None)
     job.ranks[0].hear()
     job.answer(0)  # makes the decision, and proposes a step
@@ -159,8 +159,8 @@ def test_a_second_notice_joins_the_first_until_its_step_is_staged() -> None:
     job.settle()
     saved = job.ranks[0].step
     assert [rank.acted for rank in job.ranks] == [[(saved, True)]] * 2
-    job.emergency.offered(saved)
-    job.do(job.emergency.staged(saved, 1000, 1.0, job.now))
+    job.emergency.on_offered(saved)
+    job.do(job.emergency.on_staged(saved, 1000, 1.0, job.now))
     assert job.events() == ["notice", "notice", "emergency", "notice", "emergency_staged"]
     job.now = 9.0
     job.notice(1, terminate(80), 80.0)
@@ -180,8 +180,8 @@ def test_the_end_after_a_rebalance_gets_a_step_of_its_own() -> None:
         job.notice(0, notice, notice.seconds_left())
         job.settle()
         saved = job.ranks[0].step
-        job.emergency.offered(saved)
-        job.do(job.emergency.staged(saved, 1000, 1.0, job.now))
+        job.emergency.on_offered(saved)
+        job.do(job.emergency.on_staged(saved, 1000, 1.0, job.now))
         assert [len(rank.acted) for rank in job.ranks] == [number, number]
 
 
@@ -190,13 +190,13 @@ def test_checkpoints_of_the_usual_interval_are_not_taken_for_the_one_that_was_me
     job.notice(0, terminate(100), 100.0)
     job.settle()
     saved = job.ranks[0].step
-    job.emergency.offered(saved - 1)
-    job.do(job.emergency.staged(saved - 1, 1000, 1.0, job.now))
-    job.do(job.emergency.ended(saved - 1, "busy", job.now))
+    job.emergency.on_offered(saved - 1)
+    job.do(job.emergency.on_staged(saved - 1, 1000, 1.0, job.now))
+    job.do(job.emergency.on_ended(saved - 1, "busy", job.now))
     assert job.emergency.open
     assert job.events() == ["notice", "emergency"]
-    job.emergency.offered(saved)
-    job.do(job.emergency.staged(saved, 1000, 1.0, job.now))
+    job.emergency.on_offered(saved)
+    job.do(job.emergency.on_staged(saved, 1000, 1.0, job.now))
     assert not job.emergency.open
 
 

@@ -63,7 +63,7 @@ def closed_port() -> Iterator[int]:
 
 def test_aws_without_a_notice_says_nothing_and_keeps_its_token(server: FakeMetadata) -> None:
     aws = Aws(server.environ)
-    assert [aws.look() for _ in range(3)] == [[], [], []]
+    assert [aws.poll() for _ in range(3)] == [[], [], []]
     assert server.asked == {AWS_TOKEN: 1, AWS_ACTION: 3, AWS_REBALANCE: 3}
     assert server.headers[AWS_TOKEN]["x-aws-ec2-metadata-token-ttl-seconds"] == "3600"
 
@@ -71,17 +71,17 @@ def test_aws_without_a_notice_says_nothing_and_keeps_its_token(server: FakeMetad
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
 def test_an_instance_action_is_a_deadline(server: FakeMetadata, action: str) -> None:
     at = server.interrupt(120, action)
-    (notice,) = Aws(server.environ).look()
+    (notice,) = Aws(server.environ).poll()
     assert (notice.kind, notice.deadline_unix, notice.source) == (NoticeKind.TERMINATE, at, "aws")
     assert action in notice.said_by
 
 
 def test_a_rebalance_has_no_deadline_and_both_may_come(server: FakeMetadata) -> None:
     server.recommend()
-    (notice,) = Aws(server.environ).look()
+    (notice,) = Aws(server.environ).poll()
     assert (notice.kind, notice.deadline_unix) == (NoticeKind.REBALANCE, None)
     server.interrupt(120)
-    assert [found.kind for found in Aws(server.environ).look()] == [
+    assert [found.kind for found in Aws(server.environ).poll()] == [
         NoticeKind.TERMINATE,
         NoticeKind.REBALANCE,
     ]
@@ -90,33 +90,33 @@ def test_a_rebalance_has_no_deadline_and_both_may_come(server: FakeMetadata) -> 
 def test_the_graver_notice_is_not_held_back_by_the_other_question(server: FakeMetadata) -> None:
     server.interrupt(120)
     server.forced[AWS_REBALANCE] = (500, "", {})
-    assert [found.kind for found in Aws(server.environ).look()] == [NoticeKind.TERMINATE]
+    assert [found.kind for found in Aws(server.environ).poll()] == [NoticeKind.TERMINATE]
 
 
 def test_a_token_is_renewed_before_it_ends(server: FakeMetadata) -> None:
     now = 0.0
     aws = Aws(server.environ, token_seconds=100, clock=lambda: now)
-    aws.look()
+    aws.poll()
     now = 84.0
-    aws.look()
+    aws.poll()
     assert server.tokens == 1
     now = 86.0  # 15 seconds before its end
-    aws.look()
+    aws.poll()
     assert server.tokens == 2
 
 
 def test_a_withdrawn_token_is_renewed_once(server: FakeMetadata) -> None:
     aws = Aws(server.environ)
-    aws.look()
+    aws.poll()
     server.withdraw_tokens()
-    assert aws.look() == []
+    assert aws.poll() == []
     assert server.tokens == 2
 
 
 def test_a_server_that_refuses_every_token_is_asked_for_one_more_and_no_more(server: FakeMetadata) -> None:
     server.forced[AWS_ACTION] = (401, "", {})
     with pytest.raises(SourceError, match="answered 401"):
-        Aws(server.environ).look()
+        Aws(server.environ).poll()
     assert server.asked == {AWS_TOKEN: 2, AWS_ACTION: 2}
 
 
@@ -140,7 +140,7 @@ def test_a_server_that_refuses_every_token_is_asked_for_one_more_and_no_more(ser
 def test_garbage_is_an_error_of_ours(server: FakeMetadata, said: str) -> None:
     server.action = said
     with pytest.raises(SourceError):
-        Aws(server.environ).look()
+        Aws(server.environ).poll()
 
 
 def test_an_answer_without_end_is_not_read(server: FakeMetadata) -> None:
@@ -148,17 +148,17 @@ def test_an_answer_without_end_is_not_read(server: FakeMetadata) -> None:
     assert server.action is not None
     server.action = " " * 100_000 + server.action
     with pytest.raises(SourceError, match="at most 65536 bytes"):
-        Aws(server.environ).look()
+        Aws(server.environ).poll()
 
 
 def test_a_token_that_is_none_is_refused(server: FakeMetadata) -> None:
     for said in ("", "a\nHost: elsewhere", "x" * 2000):
         server.forced[AWS_TOKEN] = (200, said, {})
         with pytest.raises(SourceError, match="token"):
-            Aws(server.environ).look()
+            Aws(server.environ).poll()
     server.forced[AWS_TOKEN] = (403, "", {})
     with pytest.raises(SourceError, match="hop limit"):
-        Aws(server.environ).look()
+        Aws(server.environ).poll()
 
 
 # -- the way there
@@ -169,10 +169,10 @@ def test_a_redirect_is_not_followed(server: FakeMetadata) -> None:
         elsewhere.interrupt(120)
         server.forced[AWS_TOKEN] = (307, "", {"Location": elsewhere.url + AWS_TOKEN})
         with pytest.raises(SourceError, match="redirect"):
-            Aws(server.environ).look()
+            Aws(server.environ).poll()
         server.forced = {AWS_ACTION: (302, "", {"Location": elsewhere.url + AWS_ACTION})}
         with pytest.raises(SourceError, match="redirect"):
-            Aws(server.environ).look()
+            Aws(server.environ).poll()
         assert not elsewhere.asked
 
 
@@ -180,8 +180,8 @@ def test_no_proxy_is_ever_asked(server: FakeMetadata, monkeypatch: pytest.Monkey
     with FakeMetadata() as proxy:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, proxy.url)
-        assert Aws(server.environ).look() == []
-        assert Gcp(server.environ).look() == []
+        assert Aws(server.environ).poll() == []
+        assert Gcp(server.environ).poll() == []
         assert not proxy.asked
     assert server.asked[AWS_ACTION] == 1
 
@@ -193,18 +193,18 @@ def test_a_server_that_hangs_drips_refuses_or_fails_is_an_error(
     source = cloud(server.environ, seconds_max=_SECONDS_MAX)
     server.hanging.set()
     with pytest.raises(SourceError, match="did not send a whole answer within"):
-        source.look()
+        source.poll()
     server.hanging.clear()
     for path in (AWS_TOKEN, GCP_PREEMPTED, AZURE_EVENTS):
         server.forced[path] = (200, "x" * 1000, {})
     server.dripping = True
     with pytest.raises(SourceError, match="did not send a whole answer within"):
-        source.look()
+        source.poll()
     server.dripping = False
     for path in (AWS_TOKEN, GCP_PREEMPTED, AZURE_EVENTS):
         server.forced[path] = (503, "", {})
     with pytest.raises(SourceError, match="answered 503"):
-        cloud(server.environ).look()
+        cloud(server.environ).poll()
     nobody = f"127.0.0.1:{closed_port}"
     environ = {
         "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{nobody}",
@@ -212,7 +212,7 @@ def test_a_server_that_hangs_drips_refuses_or_fails_is_an_error(
         "HOLDFAST_AZURE_METADATA_URL": f"http://{nobody}",
     }
     with pytest.raises(SourceError, match="ConnectionRefused"):
-        cloud(environ).look()
+        cloud(environ).poll()
 
 
 @pytest.mark.parametrize(
@@ -229,15 +229,15 @@ def test_a_wrong_address_is_refused(url: str) -> None:
 def test_gcp_counts_its_half_minute_from_when_it_was_first_seen(server: FakeMetadata) -> None:
     now = 1000.0
     gcp = Gcp(server.environ, clock=lambda: now)
-    assert gcp.look() == []
+    assert gcp.poll() == []
     server.preempted = "TRUE"
-    (first,) = gcp.look()
+    (first,) = gcp.poll()
     now = 1010.0
-    assert gcp.look() == [first]
+    assert gcp.poll() == [first]
     assert (first.kind, first.deadline_unix) == (NoticeKind.TERMINATE, 1030.0)
     server.preempted = "maybe"
     with pytest.raises(SourceError, match="maybe"):
-        gcp.look()
+        gcp.poll()
 
 
 # -- Azure
@@ -256,17 +256,17 @@ def _event(**fields: object) -> dict[str, object]:
 
 def test_azure_hears_a_preemption_of_this_machine_alone(server: FakeMetadata) -> None:
     azure = Azure(server.environ, clock=lambda: 5.0)
-    assert azure.look() == []
+    assert azure.poll() == []
     server.events = [_event(EventType="Reboot"), _event(Resources=["trainer-1"])]
-    assert azure.look() == []
+    assert azure.poll() == []
     server.events = [_event()]
-    (notice,) = azure.look()
+    (notice,) = azure.poll()
     assert (notice.kind, notice.deadline_unix) == (NoticeKind.TERMINATE, 1474309787.0)
     server.events = [_event(NotBefore="")]  # it has begun
-    assert [found.deadline_unix for found in azure.look()] == [5.0]
+    assert [found.deadline_unix for found in azure.poll()] == [5.0]
     server.machine = ""
     server.events = [_event(Resources=["trainer-1"])]
-    assert len(Azure(server.environ).look()) == 1  # it does not know its name
+    assert len(Azure(server.environ).poll()) == 1  # it does not know its name
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_azure_hears_a_preemption_of_this_machine_alone(server: FakeMetadata) ->
 def test_garbage_of_azure_is_an_error_of_ours(server: FakeMetadata, said: str) -> None:
     server.forced[AZURE_EVENTS] = (200, said, {})
     with pytest.raises(SourceError):
-        Azure(server.environ).look()
+        Azure(server.environ).poll()
 
 
 # -- which cloud
@@ -295,15 +295,15 @@ def test_auto_takes_the_first_cloud_that_answers(server: FakeMetadata) -> None:
 
 _TWICE = """
 import os, signal, sys, time
-from trainer_side.notice.signals import Signal
+from trainer_side.notice.signals import SignalSource
 before = []
 if sys.argv[1] == "own":
     signal.signal(signal.SIGTERM, lambda *_: before.append(1))
 now = 100.0
-source = Signal(signal.SIGTERM, grace_seconds=30, wake=lambda: None, clock=lambda: now)
-assert source.look() == []
+source = SignalSource(signal.SIGTERM, grace_seconds=30, wake=lambda: None, clock=lambda: now)
+assert source.poll() == []
 os.kill(os.getpid(), signal.SIGTERM)
-(notice,) = source.look()
+(notice,) = source.poll()
 assert (notice.source, notice.deadline_unix, notice.kind) == ("sigterm", 130.0, "terminate")
 print("alive", len(before), flush=True)
 now += 1.0  # the same one, passed on by a launcher
@@ -343,11 +343,11 @@ def test_the_handler_stays_and_the_next_one_takes_its_place() -> None:
         first = SignalSource(signal.SIGUSR1, grace_seconds=1, wake=lambda: woken.append(1))
         first.close()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert not first.look()
+        assert not first.poll()
         second = SignalSource(signal.SIGUSR1, grace_seconds=1, wake=lambda: woken.append(2))
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert (len(second.look()), first.look()) == (1, [])
-        assert second._before == first._before == before
+        assert (len(second.poll()), first.poll()) == (1, [])
+        assert second._previous_handler == first._previous_handler == before
         second.close()
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -358,7 +358,7 @@ def test_the_handler_stays_and_the_next_one_takes_its_place() -> None:
 
 _LATE = """
 import multiprocessing, os, signal, sys, time
-from trainer_side.notice.signals import Signal
+from trainer_side.notice.signals import SignalSource
 
 fork = multiprocessing.get_context("fork")
 lives = fork.Event()
@@ -367,7 +367,7 @@ def hang() -> None:
     lives.set()
     sum(range(10**12))  # one call of C: Python's handlers wait for it
 
-sources = [Signal(number, grace_seconds=1, wake=lambda: None) for number in (signal.SIGTERM, signal.SIGUSR1)]
+sources = [SignalSource(number, grace_seconds=1, wake=lambda: None) for number in (signal.SIGTERM, signal.SIGUSR1)]
 child = fork.Process(target=hang)
 child.start()
 lives.wait(30)  # Python forgets the signals that reach a child before fork() has returned in it

@@ -135,7 +135,7 @@ def test_ranks_that_race_past_every_step_are_given_up(user: User) -> None:
     job.begin(0)
     while job.decider.open:
         for rank in job.ranks:
-            if rank.inbox[0].word is PROPOSED:
+            if rank.inbox[0].kind is PROPOSED:
                 for _ in range(3000):  # before it hears of the step
                     rank.train()
         job.deliver()
@@ -200,7 +200,7 @@ def _all(agreement: StepAgreement, *next_steps: int) -> ProposalState:
     found = ProposalState.INCOMPLETE
     for rank, step in enumerate(next_steps):
         assert found is ProposalState.INCOMPLETE
-        found = agreement.answered(rank, StepAnswer(agreement.number, step, 0.5 + rank))
+        found = agreement.add_answer(rank, StepAnswer(agreement.number, step, 0.5 + rank))
     return found
 
 
@@ -208,8 +208,8 @@ def test_the_first_question_is_never_appointed_and_the_margin_doubles_from_try_t
     agreement = _agreement()
     assert agreement.begin(0.0) == Announcement(PROPOSED, 0, 1)
     assert _all(agreement, 0) is ProposalState.INCOMPLETE
-    assert agreement.overdue(10.0) == ""
-    assert agreement.overdue(10.1) == "rank 1 did not answer within 10 s"
+    assert agreement.overdue_text(10.0) == ""
+    assert agreement.overdue_text(10.1) == "rank 1 did not answer within 10 s"
     assert _all(agreement, 0, 0) is ProposalState.PASSED
     assert agreement.propose_later(0.0) == Announcement(PROPOSED, 2, 2)
     assert _all(agreement, 3, 7) is ProposalState.PASSED
@@ -220,7 +220,7 @@ def test_the_first_question_is_never_appointed_and_the_margin_doubles_from_try_t
     assert _all(agreement, 41, 41) is ProposalState.PROMISED
     assert agreement.appoint({"body": 1}) == Announcement(APPOINTED, 41, 4, {"body": 1})
     assert not agreement.open
-    assert agreement.overdue(100.0) == ""
+    assert agreement.overdue_text(100.0) == ""
 
 
 def test_promises_of_what_is_decided_anew_count_for_nothing() -> None:
@@ -245,11 +245,11 @@ def test_promises_of_what_is_decided_anew_count_for_nothing() -> None:
 def test_a_promise_is_not_waited_for_for_ever_and_is_then_given_up() -> None:
     promises: PromisedSteps[str] = PromisedSteps(0.05)
     with promises.lock:
-        assert promises.heard(Announcement(PROPOSED, 0, 1))
+        assert promises.handle(Announcement(PROPOSED, 0, 1))
         assert promises.reach(0) == []
         assert not promises.waits_at(0)
-        assert not promises.heard(Announcement(APPOINTED, 0, 1), "agreed")
-        assert promises.heard(Announcement(PROPOSED, 5, 2))
+        assert not promises.handle(Announcement(APPOINTED, 0, 1), "agreed")
+        assert promises.handle(Announcement(PROPOSED, 5, 2))
         promises.end()
         assert not promises.waits_at(5)
         assert promises.reach(5) == []
@@ -259,23 +259,23 @@ def test_only_the_word_on_the_promised_step_counts() -> None:
     promises: PromisedSteps[str] = PromisedSteps(30)
     with promises.lock:
         promises.reach(3)
-        promises.heard(Announcement(PROPOSED, 3, 1))
+        promises.handle(Announcement(PROPOSED, 3, 1))
         assert not promises.pending, "it has passed the step"
-        promises.heard(Announcement(PROPOSED, 5, 2))
-        promises.heard(Announcement(CALLED_OFF, 3, 1))
-        assert not promises.heard(Announcement(APPOINTED, 3, 1), "another")
+        promises.handle(Announcement(PROPOSED, 5, 2))
+        promises.handle(Announcement(CALLED_OFF, 3, 1))
+        assert not promises.handle(Announcement(APPOINTED, 3, 1), "another")
         assert promises.waits_at(5)
-        assert promises.heard(Announcement(APPOINTED, 5, 2), "first")
-        promises.heard(Announcement(PROPOSED, 7, 3))
-        promises.heard(Announcement(APPOINTED, 7, 3), "second")
+        assert promises.handle(Announcement(APPOINTED, 5, 2), "first")
+        promises.handle(Announcement(PROPOSED, 7, 3))
+        promises.handle(Announcement(APPOINTED, 7, 3), "second")
         assert [promises.reach(step) for step in (4, 6, 8, 9)] == [[], ["first"], ["second"], []]
-        promises.heard(Announcement(PROPOSED, 12, 4))
-        promises.heard(Announcement(APPOINTED, 12, 4), "third")
-        promises.heard(Announcement(PROPOSED, 14, 5))
+        promises.handle(Announcement(PROPOSED, 12, 4))
+        promises.handle(Announcement(APPOINTED, 12, 4), "third")
+        promises.handle(Announcement(PROPOSED, 14, 5))
         promises.end()
         assert promises.reach(20) == ["third"], "an appointed step stays so"
-        promises.heard(Announcement(PROPOSED, 30, 6))
-        promises.heard(Announcement(AnnouncementKind.LOOSE, 30, 5))
+        promises.handle(Announcement(PROPOSED, 30, 6))
+        promises.handle(Announcement(AnnouncementKind.LOOSE, 30, 5))
         assert not promises.pending
 
 

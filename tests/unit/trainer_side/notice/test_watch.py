@@ -39,7 +39,7 @@ class Source:
     def __init__(self) -> None:
         self.said: list[Notice] | Exception = []
 
-    def look(self) -> list[Notice]:
+    def poll(self) -> list[Notice]:
         if isinstance(self.said, Exception):
             raise self.said
         return self.said
@@ -53,20 +53,20 @@ def test_each_notice_is_passed_on_once_however_often_it_stands_there() -> None:
     watch.start()
     rebalance = Notice(NoticeKind.REBALANCE, None, "test", "of 08:22")
     terminate = Notice(NoticeKind.TERMINATE, 1000.0, "test")
-    until(lambda: watch.looks.get("test", 0) > 3)
+    until(lambda: watch.polls.get("test", 0) > 3)
     source.said = [rebalance]
     until(lambda: heard)
     source.said = [rebalance, terminate]
     until(lambda: len(heard) == 2)
-    looks = watch.looks["test"]
-    until(lambda: watch.looks["test"] > looks + 5)
+    looks = watch.polls["test"]
+    until(lambda: watch.polls["test"] > looks + 5)
     assert heard == [rebalance, terminate]
     source.said = [Notice(NoticeKind.REBALANCE, None, "test", "of 09:00")]
     until(lambda: len(heard) == 3)
     watch.close()
-    looks = watch.looks["test"]
+    looks = watch.polls["test"]
     time.sleep(0.01)
-    assert watch.looks["test"] == looks
+    assert watch.polls["test"] == looks
 
 
 @pytest.mark.parametrize("error", [SourceError("no answer"), ZeroDivisionError("a bug")])
@@ -94,7 +94,7 @@ def test_a_signal_is_passed_on_without_waiting_for_the_next_look() -> None:
     config = TrainerConfig(watch=("sigusr1",), watch_seconds=3600, watch_grace_seconds=7)
     watching = open_watch(config, heard.append, rank=0, environ={})
     assert watching is not None
-    until(lambda: watching.watch.looks.get("sigusr1", 0) == 1)
+    until(lambda: watching.watch.polls.get("sigusr1", 0) == 1)
     before = time.time()
     os.kill(os.getpid(), signal.SIGUSR1)
     until(lambda: heard)
@@ -118,7 +118,7 @@ def test_off_unless_configured_and_one_rank_of_a_machine_asks() -> None:
         assert first is not None
         assert other is not None
         until(lambda: server.asked[AWS_ACTION] > 2)
-        assert other.watch.looks == {}
+        assert other.watch.polls == {}
         assert server.asked[AWS_TOKEN] == 1
         first.close()
         other.close()

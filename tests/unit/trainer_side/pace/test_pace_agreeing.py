@@ -44,21 +44,21 @@ def go_wrong(job: IntervalJob, move: str, index: int) -> None:
         case "give up":
             rank.give_up()
         case "silent":
-            effects = job.interval.doubtful(f"rank {index} is silent")
+            effects = job.interval.on_doubt(f"rank {index} is silent")
         case "late":
             job.now += 11
             effects = job.interval.tick(job.now)
         case "lose" if not rank.cut:
             rank.lose()
-            effects = job.interval.left(f"rank {index} is lost", lost=True)
+            effects = job.interval.on_rank_left(f"rank {index} is lost", lost=True)
     if not job.dead:
         job.do(effects)
 
 
 def test_a_notice_shortens_it_for_a_while() -> None:
     schedule = Schedule(auto=True, wait_seconds_max=1)
-    schedule.heard(Announcement(PROPOSED, 5, 1))
-    schedule.heard(Announcement(APPOINTED, 5, 1, {"first": 8, "every": 8}))
+    schedule.handle(Announcement(PROPOSED, 5, 1))
+    schedule.handle(Announcement(APPOINTED, 5, 1, {"first": 8, "every": 8}))
     saved = [step for step in range(21) if schedule.reach(step)]
     saved += [step for step in range(21, 40) if schedule.reach(step, lambda n: n // 4)]
     saved += [step for step in range(40, 60) if schedule.reach(step)]
@@ -75,7 +75,7 @@ def test_a_rank_with_another_interval_refuses_and_all_stay_as_they_are() -> None
     job.wish(10)
     job.settle()
     assert job.events() == ["interval_kept"]
-    assert job.said[0].loud
+    assert job.said[0].is_error
     assert "rank 1: it saves at its own steps" in job.said[0].text
     assert job.ranks[0].schedule.phase is SchedulePhase.STARTING
     job.wish(20)
@@ -109,7 +109,7 @@ def test_a_good_bye_is_no_reason_to_go_other_ways() -> None:
     job = IntervalJob(2)
     job.wish(10)
     job.settle()
-    job.do(job.interval.left("rank 1 has left", lost=False))
+    job.do(job.interval.on_rank_left("rank 1 has left", lost=False))
     job.settle()
     assert job.events() == ["interval"]
     assert job.ranks[0].schedule.phase is SchedulePhase.PACED
@@ -130,7 +130,7 @@ def test_a_good_bye_is_no_reason_to_go_other_ways() -> None:
 )
 def test_a_body_that_is_none_is_refused(body: dict[str, object]) -> None:
     with pytest.raises(ProtocolError, match="SAVE_EVERY"):
-        Schedule(auto=True, wait_seconds_max=1).heard(Announcement(APPOINTED, 3, 1, body))
+        Schedule(auto=True, wait_seconds_max=1).handle(Announcement(APPOINTED, 3, 1, body))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class Rank:
         config = TrainerConfig.model_validate(settings)
         wish = self.wishes.append if rank == 0 else None
         self.pacer = Pacer(
-            self.schedule, wish, config, self.events, [self.optimizer], seen=seen, clock=lambda: self.now
+            self.schedule, wish, config, self.events, [self.optimizer], observed=seen, clock=lambda: self.now
         )
         self.events.emit("plan", {"image_bytes": 2000, "slice_bytes": 1000, "in_flight_max": 1})
 
@@ -47,7 +47,7 @@ class Rank:
             self.now += 0.1
             self.step += 1
             due = self.pacer.reach(self.step, lambda usual: usual)
-            self.pacer.stepped(self.step, due=due, saved=due)
+            self.pacer.on_step_end(self.step, due=due, saved=due)
             if due:
                 saved.append(self.step)
                 times = {"cst_seconds": stall, "copy_seconds": 0.01, "slice_bytes": 1000}
@@ -61,9 +61,9 @@ class Rank:
     def appoint(self) -> None:
         """As the stager does with the newest wish."""
         wish, step = self.wishes[-1], self.step + 1
-        self.schedule.heard(Announcement(AnnouncementKind.PROPOSED, step, step))
+        self.schedule.handle(Announcement(AnnouncementKind.PROPOSED, step, step))
         pace = {"first": wish.after + wish.every, "every": wish.every}
-        self.schedule.heard(Announcement(AnnouncementKind.APPOINTED, step, step, pace))
+        self.schedule.handle(Announcement(AnnouncementKind.APPOINTED, step, step, pace))
 
     def written(self, event: str) -> list[dict[str, object]]:
         lines = [json.loads(line) for line in self.path.read_text().splitlines()]

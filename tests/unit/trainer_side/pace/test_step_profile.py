@@ -29,18 +29,18 @@ def profile(clock: Clock) -> StepProfile:
 def train(profile: StepProfile, clock: Clock, *took: float) -> None:
     for seconds in took:
         clock.now += seconds
-        profile.begin()
+        profile.begin_iteration()
 
 
 def checkpoint(
     profile: StepProfile, clock: Clock, step: int, *, added: float, stall: float, durable: float
 ) -> None:
     """One that is on its way for a single iteration."""
-    profile.saved(step)
-    profile.copied(step, 1000, 0.5, stall)
+    profile.record_save(step)
+    profile.record_copy(step, 1000, 0.5, stall)
     train(profile, clock, 1.0 + added)
-    profile.staged(step, durable / 2)
-    profile.durable(step, durable)
+    profile.record_staged(step, durable / 2)
+    profile.record_durable(step, durable)
 
 
 def test_a_cost_is_the_median_without_saves_and_without_the_first_checkpoint(
@@ -50,7 +50,7 @@ def test_a_cost_is_the_median_without_saves_and_without_the_first_checkpoint(
         profile, clock, 30.0, *[1.0] * 6, 9.0
     )  # from start-up to the first step; a page that was swapped in
     checkpoint(profile, clock, 7, added=20.0, stall=20.0, durable=60.0)
-    assert not profile.complete
+    assert not profile.has_cost
     with pytest.raises(StateError, match="no checkpoint but the first"):
         profile.cost()
     train(profile, clock, 1.0)
@@ -66,14 +66,14 @@ def test_a_wait_for_room_is_no_stall(heard: str, profile: StepProfile, clock: Cl
     """A longer interval has room: as a stall, the wait would ask for an interval many times too long."""
     train(profile, clock, *[1.0] * 8)
     checkpoint(profile, clock, 0, added=0.0, stall=0.1, durable=1.0)
-    profile.saved(1)
+    profile.record_save(1)
     if heard == "before":
-        profile.copied(1, 1000, 0.5, 6.25, 6.0)
+        profile.record_copy(1, 1000, 0.5, 6.25, 6.0)
     train(profile, clock, 1.0 + 6.5)
     if heard == "after":
-        profile.copied(1, 1000, 0.5, 6.25, 6.0)
-    profile.staged(1, 7.0)
-    profile.durable(1, 8.0)
+        profile.record_copy(1, 1000, 0.5, 6.25, 6.0)
+    profile.record_staged(1, 7.0)
+    profile.record_durable(1, 8.0)
     cost = profile.cost()
     assert cost.stall_seconds == pytest.approx(0.5)
     assert cost.durable_seconds == 8.0
@@ -87,13 +87,13 @@ def test_a_queue_before_the_store_is_no_part_of_a_write(
     profile.in_flight_max = in_flight_max
     train(profile, clock, *[1.0] * 8)
     for step in range(4):
-        profile.saved(step)
-        profile.copied(step, 1000, 0.5, 0.1)
+        profile.record_save(step)
+        profile.record_copy(step, 1000, 0.5, 0.1)
         train(profile, clock, 1.0)
     train(profile, clock, *[1.0] * 8)
     for step, seconds in enumerate((3.0, 5.0, 7.0, 9.0)):
-        profile.staged(step, seconds)
-        profile.durable(step, seconds)
+        profile.record_staged(step, seconds)
+        profile.record_durable(step, seconds)
     cost = profile.cost()
     assert cost.durable_seconds == pytest.approx(durable)
     assert cost.staged_seconds <= cost.durable_seconds
@@ -112,11 +112,11 @@ def test_a_checkpoint_under_way_counts_with_its_time_so_far(profile: StepProfile
     train(profile, clock, *[1.0] * 8)
     checkpoint(profile, clock, 0, added=0.0, stall=0.1, durable=1.0)
     checkpoint(profile, clock, 1, added=0.0, stall=0.1, durable=2.0)
-    profile.saved(2)
+    profile.record_save(2)
     train(profile, clock, *[1.0] * 30)
-    assert profile.busy
+    assert profile.has_in_flight
     assert profile.cost().durable_seconds == 30.0
-    profile.ended(2)
+    profile.record_end(2)
     assert profile.cost().durable_seconds == 2.0
 
 
@@ -126,7 +126,7 @@ def test_a_profile_without_measurements_says_so(profile: StepProfile, clock: Clo
     ):
         profile.cost()
     train(profile, clock, 1.0)
-    profile.declined()
+    profile.record_decline()
     train(profile, clock, 1.0)
     assert not profile._iterations, "an iteration in which a save was declined has its stall as well"
 
@@ -134,7 +134,7 @@ def test_a_profile_without_measurements_says_so(profile: StepProfile, clock: Clo
 def test_the_table_has_every_figure(profile: StepProfile, clock: Clock) -> None:
     profile.image_bytes, profile.slice_bytes = 3 << 20, 1 << 20
     train(profile, clock, *[0.04] * 8)
-    profile.updated(0.002)
+    profile.record_update(0.002)
     checkpoint(profile, clock, 0, added=0.0, stall=0.1, durable=1.0)
     checkpoint(profile, clock, 1, added=0.0, stall=0.012, durable=2.0)
     text = profile.table(5 << 20)

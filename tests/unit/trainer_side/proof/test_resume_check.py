@@ -41,7 +41,7 @@ class PlayedTiers(TierSet):
         super().__init__(RankCouncil())
         self.digests: list[tuple[Order, Digest]] = []
 
-    def prove(self, order: Order, digest: Digest) -> None:
+    def keep_proof(self, order: Order, digest: Digest) -> None:
         self.digests.append((order, digest))
 
 
@@ -57,7 +57,7 @@ class PlayedLink:
         self.verdicts: list[tuple[CheckpointId, ResumeProof]] = []
         self._ring = ring
 
-    def tell(self, message: StagerMessage) -> None:
+    def send_message(self, message: StagerMessage) -> None:
         if not self.job.has_stager:
             return
         key, said = read_proof(wire.decode(message.encode(self.job.attempts)))
@@ -66,8 +66,8 @@ class PlayedLink:
         else:
             self.digests.append((key, said))
 
-    def fetch(self, asked: FetchKind, *, attempt: int, step: int) -> bytes | None:
-        assert (asked, attempt, step) == (FetchKind.PROOF, *KEY)
+    def fetch(self, fetch_kind: FetchKind, *, attempt: int, step: int) -> bytes | None:
+        assert (fetch_kind, attempt, step) == (FetchKind.PROOF, *KEY)
         return None if self._ring is None else self._ring.to_bytes()
 
 
@@ -85,13 +85,13 @@ class Trained:
     ) -> None:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
         self.check = ResumeCheck(
-            {"optimizer": optimizer}, link, tiers, peers, EventLog(None, role="trainer"), stops=stops
+            {"optimizer": optimizer}, link, tiers, peers, EventLog(None, role="trainer"), stop_on_difference=stops
         )
         self._rank = peers.rank
 
     def step(self, step: int, *, newest: int = -1, shift: int = 0) -> ResumeProof | None:
         batch = [100 * self._rank + step + shift]
-        return self.check.step(step, StepInput(batch, float(step)), newest)
+        return self.check.on_step_end(step, StepInput(batch, float(step)), newest)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def recorded(store: Path, ranks: int) -> ProofRecord:
         link = PlayedLink(store, rank=peers.rank)
         trained = Trained(link, peers)
         trained.step(3)
-        trained.check.saved(3)
+        trained.check.on_saved(3)
         trained.step(4, newest=3)
         trained.step(5, newest=3)
         ((key, digest),) = link.digests
@@ -123,7 +123,7 @@ def resumed(
     def resume(peers: Peers) -> ResumeProof:
         link = PlayedLink(store, rank=peers.rank, ring=ring)
         trained = Trained(link, peers)
-        trained.check.restored(KEY)
+        trained.check.set_resumed(KEY)
         proof = trained.step(4, shift=wrong(peers.rank))
         assert trained.step(5) is None, "once"
         assert link.verdicts == ([(KEY, proof)] if peers.rank == 0 else [])
@@ -174,7 +174,7 @@ def test_a_damaged_proof_proves_nothing(store: Path) -> None:
 
 def test_a_run_that_begins_with_another_step_is_not_proven(store: Path) -> None:
     trained = Trained(PlayedLink(store, ring=recorded(store, 1)), LonePeers())
-    trained.check.restored(KEY)
+    trained.check.set_resumed(KEY)
     proof = trained.step(7)
     assert proof is not None
     assert "step 4 was recorded, and this run begins with step 7" in proof.text
@@ -186,7 +186,7 @@ def test_a_difference_ends_the_training_on_every_rank_if_asked_to(store: Path) -
     def resume(peers: Peers) -> None:
         link = PlayedLink(store, rank=peers.rank, ring=record)
         trained = Trained(link, peers, stops=True, lr=0.1 if peers.rank else 0.5)
-        trained.check.restored(KEY)
+        trained.check.set_resumed(KEY)
         trained.step(4)
 
     _, errors = Ranks(2).outcomes(resume)
@@ -196,7 +196,7 @@ def test_a_difference_ends_the_training_on_every_rank_if_asked_to(store: Path) -
 
 def test_an_unproven_resume_does_not_end_the_training(store: Path) -> None:
     trained = Trained(PlayedLink(store), LonePeers(), stops=True)
-    trained.check.restored(KEY)
+    trained.check.set_resumed(KEY)
     proof = trained.step(4)
     assert proof is not None
     assert proof.verdict is ProofVerdict.NOT_PROVEN
@@ -208,7 +208,7 @@ def test_a_rank_that_does_not_come_leaves_the_resume_unproven(store: Path) -> No
             raise PeerLost("rank 1 did not come")
 
     trained = Trained(PlayedLink(store), Gone())
-    trained.check.restored(KEY)
+    trained.check.set_resumed(KEY)
     proof = trained.step(4)
     assert proof is not None
     assert proof.verdict is ProofVerdict.NOT_PROVEN
@@ -221,7 +221,7 @@ def test_a_state_that_cannot_be_read_leaves_the_resume_unproven_and_the_step_unr
     link = PlayedLink(store, ring=recorded(store, 1))
     trained = Trained(link, LonePeers())
     trained.check._taker._optimizers["broken"] = object()
-    trained.check.restored(KEY)
+    trained.check.set_resumed(KEY)
     proof = trained.step(4)
     assert proof is not None
     assert proof.verdict is ProofVerdict.NOT_PROVEN
@@ -237,7 +237,7 @@ def test_each_checkpoint_has_one_step_recorded_and_other_steps_none(store: Path)
         trained.step(step, newest=newest)
         if step % 4 == 3:
             newest = step
-            trained.check.saved(step)
+            trained.check.on_saved(step)
     trained.check.close()
     assert [key.step for key, _ in link.digests] == [3, 7]
     assert [digest["step"] for _, digest in link.digests] == [4, 8]
@@ -247,12 +247,12 @@ def test_the_next_call_is_recorded_where_a_loop_leaves_calls_out(store: Path) ->
     link = PlayedLink(store)
     trained = Trained(link, LonePeers())
     trained.step(3)
-    trained.check.saved(3)
+    trained.check.on_saved(3)
     for step in (6, 7):
         trained.step(step, newest=3)
     ((key, digest),) = link.digests
     assert (key, StepDigest.from_json(digest).step) == (KEY, 6)
-    trained.check.saved(8)
+    trained.check.on_saved(8)
     link.job.attempt = 2  # the ranks have joined another stager, which has no such checkpoint
     trained.step(10, newest=8)
     assert len(link.digests) == 1
@@ -304,7 +304,7 @@ def resumed_from_tiers(
     def resume(peers: Peers) -> ResumeProof | None:
         link = PlayedLink(store, rank=peers.rank, alone=True)
         trained = Trained(link, peers, tiers=PlayedTiers())
-        trained.check.restored(KEY, kept[peers.rank])
+        trained.check.set_resumed(KEY, kept[peers.rank])
         return trained.step(4, shift=wrong(peers.rank))
 
     found = Ranks(len(kept)).run(resume)
@@ -317,11 +317,11 @@ def test_without_a_stager_each_rank_records_into_its_tiers(store: Path) -> None:
     tiers = PlayedTiers()
     trained = Trained(PlayedLink(store, alone=True), LonePeers(), tiers=tiers)
     trained.step(3)
-    trained.check.saved(3)
+    trained.check.on_saved(3)
     tiers.begun = (7, 3)
     for step in (4, 5, 6):
         trained.step(step, newest=3)
-    trained.check.saved(7)  # the tiers had no slot for this one
+    trained.check.on_saved(7)  # the tiers had no slot for this one
     for step in (8, 9):
         trained.step(step, newest=7)
     ((order, digest),) = tiers.digests

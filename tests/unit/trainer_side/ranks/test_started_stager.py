@@ -48,7 +48,7 @@ class Net:
         self.now = 0.0
         self.announced = b""
         self.lead_attempts: set[int] = set()
-        monkeypatch.setattr(started_stager, "connected", self._connected)
+        monkeypatch.setattr(started_stager, "connect_to_stager", self._connected)
         monkeypatch.setattr(started_stager, "find_own_stager", lambda *_: self.living)
         monkeypatch.setattr(StagerStarter, "start", lambda _: self._start())
 
@@ -85,10 +85,10 @@ class Net:
     def die_quietly(self) -> None:
         self.living = None
 
-    def say(self, data: bytes) -> None:
+    def announce(self, data: bytes) -> None:
         self.announced = data
 
-    def heard(self) -> bytes:
+    def latest(self) -> bytes:
         return self.announced
 
     def own(
@@ -132,9 +132,9 @@ def test_the_stager_of_another_share_is_started_by_the_first_rank_of_its_node(ne
     assert net.lead_attempts == {7}
     net.die(OWN.address)
     with pytest.raises(PeerLost):
-        doors[0].again(1, 8)
-    doors[2].again(1, 8)
-    doors[0].again(1, 8)
+        doors[0].reconnect(1, 8)
+    doors[2].reconnect(1, 8)
+    doors[0].reconnect(1, 8)
     assert (net.starts, net.lead_attempts) == (2, {7, 8})
 
 
@@ -197,10 +197,10 @@ def test_a_stager_that_cannot_be_started_ends_all_ranks(net: Net, monkeypatch: p
 def test_a_stager_that_dies_is_started_again_by_rank_0_alone(net: Net) -> None:
     door = net.own()
     net.die(OWN.address)
-    door.again(1)
+    door.reconnect(1)
     assert net.starts == 2
     assert net.asked[-1] == (0, OWN.address, OWN.key.encode(), 1)
-    door.again(2)
+    door.reconnect(2)
     assert net.starts == 2, "it lives"
 
 
@@ -238,14 +238,14 @@ def test_the_named_stager_is_used_as_long_as_it_answers(net: Net) -> None:
     assert net.asked == [(0, NAMED, b"n" * 32, 0)]
     net.die(NAMED)
     with pytest.raises(PeerLost):
-        door.again(1)
+        door.reconnect(1)
     net.answer.add(NAMED)
-    door.again(2)
+    door.reconnect(2)
     assert (net.starts, net.announced) == (0, b"")
     net.die(NAMED)
     net.now += 1000
     with pytest.raises(PeerLost):  # its time begins again
-        door.again(3)
+        door.reconnect(3)
 
 
 def test_a_named_stager_that_stays_lost_is_replaced_and_the_other_ranks_follow(net: Net) -> None:
@@ -254,12 +254,12 @@ def test_a_named_stager_that_stays_lost_is_replaced_and_the_other_ranks_follow(n
     net.die(NAMED)
     for door in doors:
         with pytest.raises(PeerLost):
-            door.again(1)
+            door.reconnect(1)
     assert net.starts == 0
     net.now += 30
-    doors[0].again(2)
+    doors[0].reconnect(2)
     assert (net.starts, OwnStagerEndpoint.from_bytes(net.announced)) == (1, OWN)
-    doors[1].again(2)
+    doors[1].reconnect(2)
     assert net.asked[-1] == (1, OWN.address, OWN.key.encode(), 2)
 
 
@@ -268,17 +268,17 @@ def test_an_own_one_that_the_claim_refuses_gives_way_to_the_named_one_that_comes
     doors = Ranks(2).run(lambda peers: net.own(peers, stager=NAMED, on_stager_lost="own"))
     net.die(NAMED)
     with pytest.raises(PeerLost):
-        doors[0].again(1)
+        doors[0].reconnect(1)
     net.now += 30
-    doors[0].again(2)
+    doors[0].reconnect(2)
     net.die(OWN.address)  # FencedError: the flusher of the lost one lives
     net.answer.add(NAMED)
-    doors[0].again(3)
-    doors[1].again(3)
+    doors[0].reconnect(3)
+    doors[1].reconnect(3)
     assert [asked[1] for asked in net.asked[-2:]] == [NAMED] * 2
     net.die(NAMED)
     with pytest.raises(PeerLost):
-        doors[0].again(4)
+        doors[0].reconnect(4)
 
 
 def test_a_start_without_the_named_one_begins_with_one_of_its_own(net: Net) -> None:

@@ -70,7 +70,7 @@ def test_messages_come_once_in_order_and_to_the_byte(server: TCPStore) -> None:
     first.send(0, b"to itself")
     first.flush(5.0)
     assert first.poll() == [(0, b"to itself")]
-    assert first.lost() == frozenset()
+    assert first.lost_ranks() == frozenset()
 
 
 def test_messages_of_many_senders_are_not_lost_while_one_takes(server: TCPStore) -> None:

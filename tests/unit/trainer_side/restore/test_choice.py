@@ -98,10 +98,10 @@ def test_newest_first_each_whole_and_nothing_is_left_out(
     of_tiers = [item.key for item in listed if isinstance(item, Candidate) and item.key is not None]
     assert len(of_tiers) == len(set(of_tiers))
     passed = [item for item in listed if isinstance(item, SkippedCheckpoint)]
-    assert len(of_tiers) + sum(not item.lost for item in passed) == len({holder.key for holder in found})
+    assert len(of_tiers) + sum(not item.was_complete for item in passed) == len({holder.key for holder in found})
     of_store = [item for item in listed if isinstance(item, Candidate) and item.key is None]
     assert len(of_store) == sum(not one.fault for one in store_listing)
-    assert sum(item.lost for item in passed) == sum(bool(one.fault) for one in store_listing)
+    assert sum(item.was_complete for item in passed) == sum(bool(one.fault) for one in store_listing)
 
 
 @given(found=holders_of(), store_listing=STORED)

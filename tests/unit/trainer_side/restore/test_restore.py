@@ -147,7 +147,7 @@ def test_the_step_before_those_that_are_doubtful_is_preferred_and_that_is_said(
     for step in (4, 5, 6):
         manifest = publish(tmp_path, step, {"x": torch.full((9,), float(step))})
         if step > 4:
-            doubtful = manifest.doubted(f"step {step}: model/w was changed after save(7)")
+            doubtful = manifest.with_doubt(f"step {step}: model/w was changed after save(7)")
             (tmp_path / manifest_name(manifest.file)).write_bytes(doubtful.to_bytes())
     state = {"x": torch.zeros(9)}
     assert bring_back(state, tmp_path).step == 4

@@ -43,10 +43,10 @@ class Hanging(DictTier):
         self.hangs_in = range(1 << 40)
         self._counting = threading.Lock()
 
-    def kept(self) -> list[SealedSlice]:
+    def kept_slices(self) -> list[SealedSlice]:
         if self.kept_hangs:
             self._hang()
-        return super().kept()
+        return super().kept_slices()
 
     def read_into(self, kept: SealedSlice, offset: int, view: memoryview) -> None:
         if offset not in self.hangs_in:

@@ -161,7 +161,7 @@ def test_cores_read_what_is_in_memory_and_few_requests_go_to_a_disk(
     for kind in ("memory", "nvme"):
         machines.save(saved(5), 0, 0, kind=kind)
         tier = machines.open(0, kind)
-        origins[kind] = read_plan.KeptSlice(tier, tier.kept()[0])
+        origins[kind] = read_plan.KeptSlice(tier, tier.kept_slices()[0])
     assert read_plan.reader_count([origins["memory"]]) == readers
     assert read_plan.reader_count(origins.values()) == 4
 

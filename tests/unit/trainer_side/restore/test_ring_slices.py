@@ -194,7 +194,7 @@ def test_a_rank_that_cannot_see_the_ring_gets_its_bytes_from_the_others(
         seen.append(said)
         return open_near_ring(said) if len(seen) == 1 else None
 
-    monkeypatch.setattr("trainer_side.restore.ring_slices.near_ring", first_alone)
+    monkeypatch.setattr("trainer_side.restore.ring_slices.open_near_ring", first_alone)
     with Ring.create(tmp_path / "ring", chunk_bytes=4096, ring_chunks=CHUNKS, attempt=1) as ring:
         ring.hold(LiveFetch.attempt)
         put_in_ring(ring, made, range(CHUNKS), state="durable")

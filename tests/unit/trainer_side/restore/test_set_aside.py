@@ -105,14 +105,14 @@ def test_a_step_that_the_script_names_is_set_aside_all_the_same(store: CountingS
 
 def test_the_reason_of_one_that_is_damaged_stays() -> None:
     listed: list[Candidate | SkippedCheckpoint] = [
-        SkippedCheckpoint(1, 5, "its file is missing", lost=True),
+        SkippedCheckpoint(1, 5, "its file is missing", was_complete=True),
         Candidate(1, 3, 0),
         Candidate(1, 1, 1),
     ]
     assert skip_set_aside(listed, []) is listed
     assert skip_set_aside(listed, [CheckpointId(1, 3)]) == [
         listed[0],
-        SkippedCheckpoint(1, 3, "step 3 (attempt 1) is set aside by the setting restore_set_aside", lost=True),
+        SkippedCheckpoint(1, 3, "step 3 (attempt 1) is set aside by the setting restore_set_aside", was_complete=True),
         listed[2],
     ]
     assert candidates([], []) == skip_set_aside([], [CheckpointId(1, 3)])

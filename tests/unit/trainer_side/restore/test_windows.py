@@ -53,8 +53,8 @@ def test_every_byte_is_asked_for_once_and_lands_once(
     for run in runs:
         for part in run.parts:
             entry = described.entries[part.entry]
-            assert part.inside == reached[part.entry]
-            assert part.offset == entry.offset + part.inside
+            assert part.entry_offset == reached[part.entry]
+            assert part.offset == entry.offset + part.entry_offset
             assert run.offset <= part.offset
             assert part.offset + part.nbytes <= run.offset + run.nbytes
             reached[part.entry] += part.nbytes

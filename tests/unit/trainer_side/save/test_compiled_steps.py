@@ -123,8 +123,8 @@ def test_a_step_that_is_only_traced_is_neither_noted_nor_saved(monkeypatch: pyte
     saving.begin()
     saving.run(range(1))
     assert saving.checkpointer is not None
-    proof = saving.checkpointer._copier._proof
-    monkeypatch.setattr(proof, "hooked", lambda _: pytest.fail("a traced step was taken for one"))
+    coverage = saving.checkpointer._copier._hook_coverage
+    monkeypatch.setattr(coverage, "record_hook", lambda _: pytest.fail("a traced step was taken for one"))
     optimizer = saving.training.optimizers[0]
     with FakeTensorMode(allow_non_fake_inputs=True):
         saving.checkpointer._copier.gate._hook(optimizer, (optimizer,), {}, compiled=False)

@@ -56,10 +56,10 @@ class SlowStaging:
         return Route((), (), frozenset({self.storage}))
 
     @staticmethod
-    def live(route: Route) -> Route:
+    def live_route(route: Route) -> Route:
         return route
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Nothing is on its way."""
 
     def copy_gated(
@@ -69,8 +69,8 @@ class SlowStaging:
         *,
         after: Any,
         cancelled: Callable[[], bool],
-        passed: Callable[[Collection[int]], None],
-        copied: Callable[[], None],
+        release: Callable[[Collection[int]], None],
+        on_all_read: Callable[[], None],
         **_looks: Callable[[Any], None],
     ) -> None:
         assert after is None
@@ -78,7 +78,7 @@ class SlowStaging:
         assert self.go.wait(SECONDS_MAX)
         if self._error is not None:
             raise self._error
-        copied()
+        on_all_read()
         self.complete = not cancelled()
 
 
@@ -88,7 +88,7 @@ def _made(seconds_max: float) -> tuple[Copier, FakeLink, Ledger, torch.optim.SGD
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     link, ledger, events = FakeLink(), Ledger(), EventLog(None, role="trainer")
     copy_policy = CopyPolicy(
-        link.job.rank, mode="auto", inside_ms_max=0.0, tell=lambda _: None, ledger=ledger, events=events
+        link.job.rank, mode="auto", inside_ms_max=0.0, send_doubt=lambda _: None, ledger=ledger, events=events
     )
     copier = Copier(
         [optimizer],
@@ -108,7 +108,7 @@ def _begin(copier: Copier, staging: SlowStaging, step: int) -> CopyJob:
     job = CopyJob(
         transfer, cast(Staging, staging), cast(Router, staging), Capture([], {}, None, (), [], ()), None, None
     )
-    copier.shut()
+    copier.close_gate()
     copier.copy(job)
     return job
 
@@ -195,7 +195,7 @@ def test_ranks_compare_their_replicas_themselves_where_no_stager_does(lives: boo
     tier_write = TierWrite((1, 3), (), SaveRecord(), {0: cast(Any, None)}, compare=said.append)
     transfer = Transfer(3, SaveRecord(save_seconds=0.5))
     taken = Capture([], {}, None, (), [], ())
-    copier.shut()
+    copier.close_gate()
     fingerprints = cast(Fingerprints, FakeFingerprints())
     copier.copy(
         CopyJob(transfer, cast(Staging, staging), cast(Router, staging), taken, None, fingerprints, tier_write)

@@ -44,23 +44,23 @@ class FakeStream(DeviceStream):
         self.events = self.waits = self.reached = self.goes_on = 0
 
     @contextlib.contextmanager
-    def beside(self, after: StreamEvent | None) -> Iterator[None]:
+    def on_own_stream(self, after: StreamEvent | None) -> Iterator[None]:
         yield
 
-    def record(self) -> StreamEvent:
+    def record_event(self) -> StreamEvent:
         self.events += 1
         return Moment(self, self.events)
 
-    def go_on(self) -> None:
+    def wait_for_current_stream(self) -> None:
         self.goes_on += 1
 
-    def on_device(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes + self.held_bytes() > self._room_bytes:
             raise torch.OutOfMemoryError("full")
         self.made.append(torch.full((nbytes,), 0xEE, dtype=torch.uint8))
         return self.made[-1]
 
-    def fill(self, emptied: Sequence[torch.Tensor]) -> None:
+    def refill(self, emptied: Sequence[torch.Tensor]) -> None:
         for memory in emptied:
             memory.untyped_storage().resize_(memory.numel())
             memory.fill_(0xEE)
@@ -128,9 +128,9 @@ class State:
         mirror = engine.mirror((), self.batches, self.slice)
         if mirror is not None:
             on_mirrored()
-            engine.bring(mirror, self.area, cancelled, arrived)
+            engine.copy_mirror(mirror, self.area, cancelled, arrived)
             return
-        engine.capture((), self.slice, self.area, behind=self.batches)
+        engine.capture((), self.slice, self.area, gated=self.batches)
         engine.copy(self.batches, self.slice, self.area, None, cancelled, read, arrived)
 
     def check(self, expected: list[torch.Tensor] | None = None) -> None:
@@ -200,7 +200,7 @@ def test_without_a_mirror_memory_is_taken_in_save_and_goes_back() -> None:
     engine = _engine(lane, 0)
     for save in range(4):
         assert engine.mirror((), state.batches, state.slice) is None
-        engine.capture((), state.slice, state.area, behind=state.batches)
+        engine.capture((), state.slice, state.area, gated=state.batches)
         made = len(lane.made)
         assert bool(made) is bool(save)
         assert bool(lane.held_bytes()) is bool(save)
@@ -220,9 +220,9 @@ def test_where_no_copy_follows_the_memory_of_the_device_goes_back_all_the_same()
     engine = _engine(lane, 0)
     for _ in range(2):
         engine.mirror((), state.batches, state.slice)
-        engine.capture((), state.slice, state.area, behind=state.batches)()
+        engine.capture((), state.slice, state.area, gated=state.batches)()
     assert lane.held_bytes() > 0
-    engine.give_back()
+    engine.free_memory()
     assert lane.held_bytes() == 0
 
 
@@ -239,7 +239,7 @@ def test_a_mirror_crosses_and_is_given_back_section_by_section(
     assert lane.held_bytes() == mirror.nbytes >= 16 << 20
     assert len(lane.made) == sections
     kept: list[int] = []
-    engine.bring(mirror, state.area, lambda: False, lambda _: kept.append(lane.held_bytes()))
+    engine.copy_mirror(mirror, state.area, lambda: False, lambda _: kept.append(lane.held_bytes()))
     state.check()
     assert len(kept) == sections
     assert sorted(kept, reverse=True) == kept
@@ -263,7 +263,7 @@ def test_a_cancelled_copys_mirror_goes_back() -> None:
     engine = _engine(lane, PLENTY)
     mirror = engine.mirror((), state.batches, state.slice)
     assert mirror is not None
-    engine.bring(mirror, state.area, lambda: True, lambda _: None)
+    engine.copy_mirror(mirror, state.area, lambda: True, lambda _: None)
     assert lane.held_bytes() == 0
 
 
@@ -277,10 +277,10 @@ def test_without_room_for_all_there_is_a_mirror_of_what_anything_may_change() ->
     assert engine.mirror(now, behind, state.slice) is None
     mirror = engine.mirror(now, behind, state.slice)
     assert mirror is not None
-    assert not mirror.is_whole
+    assert not mirror.is_full
     assert lane.held_bytes() == mirror.nbytes >= now_bytes
     arrived: list[Batch] = []
-    engine.bring(mirror, state.area, lambda: False, arrived.append)
+    engine.copy_mirror(mirror, state.area, lambda: False, arrived.append)
     assert {piece for batch in arrived for piece in batch.pieces} == {
         piece for batch in now for piece in batch.pieces
     }
@@ -337,11 +337,11 @@ def test_after_an_error_nothing_writes_to_the_host_any_more(
     mirror_bytes_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(FakeStream):
-        def record(self) -> StreamEvent:
+        def record_event(self) -> StreamEvent:
             if self.events == 2:
                 self.events += 1
                 raise RuntimeError("the device says no")
-            return super().record()
+            return super().record_event()
 
     monkeypatch.setattr(mirrors, "_SECTION_BYTES", 1 << 20)
     state, lane = _state(), Failing()

@@ -85,8 +85,8 @@ class Watcher:
             _route(self.skeleton, taken, order),
             after=None,
             cancelled=cancelled,
-            passed=lambda storages: self.told.extend(("passed", one, self.ready()) for one in storages),
-            copied=lambda: self.told.append(("copied", 0, self.ready())),
+            release=lambda storages: self.told.extend(("passed", one, self.ready()) for one in storages),
+            on_all_read=lambda: self.told.append(("copied", 0, self.ready())),
         )
         self.told.append(("over", 0, self.ready()))
 
@@ -170,7 +170,7 @@ def test_a_frame_is_ready_only_with_the_bytes_of_this_checkpoint() -> None:
     staging.copy_now(taken.sources, taken.contents)
     look()
     route = _route(skeleton, taken)
-    staging.copy_gated(taken.sources, route, after=None, cancelled=lambda: False, passed=look, copied=look)
+    staging.copy_gated(taken.sources, route, after=None, cancelled=lambda: False, release=look, on_all_read=look)
     look()
     for offset, end in zip(frames, ends, strict=True):
         assert seen[offset] == bytes(staging.view(offset, end - offset))

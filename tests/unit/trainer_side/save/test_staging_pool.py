@@ -53,7 +53,7 @@ def test_areas_are_made_when_they_are_needed_and_kept() -> None:
     for step in range(5):
         transfer = _send(areas, step)
         transfer.released.set()
-        transfer.reach(TransferState.STAGED)
+        transfer.set_state(TransferState.STAGED)
     assert len(made.areas) == 1, "one is enough as long as it is released in time"
     first, _, third = _send(areas, 5), _send(areas, 6), _send(areas, 7)
     assert len(made.areas) == 3
@@ -62,7 +62,7 @@ def test_areas_are_made_when_they_are_needed_and_kept() -> None:
     assert [transfer.step for transfer in areas.being_read()] == [5, 6, 7]
     for transfer in (first, third):
         transfer.released.set()
-        transfer.reach(TransferState.STAGED)
+        transfer.set_state(TransferState.STAGED)
     _send(areas, 8)
     _send(areas, 9)
     assert areas.take() is None
@@ -93,9 +93,9 @@ def test_in_flight_is_what_the_ring_does_not_have_yet() -> None:
     first, second = _send(areas, 1), _send(areas, 2)
     first.released.set()
     assert [transfer.step for transfer in areas.in_flight()] == [1, 2], "sent, but other ranks are not"
-    first.reach(TransferState.STAGED)
+    first.set_state(TransferState.STAGED)
     assert [transfer.step for transfer in areas.in_flight()] == [2]
-    second.reach(TransferState.DECLINED)
+    second.set_state(TransferState.DECLINED)
     assert [transfer.step for transfer in areas.in_flight()] == [2], "given up, but MPI still reads it"
     second.released.set()
     assert areas.in_flight() == []
@@ -111,7 +111,7 @@ def test_steps_sent_and_not_staged_are_bounded() -> None:
         transfer.released.set()
     assert areas.take() is None
     assert not areas.being_read()
-    transfers[0].reach(TransferState.STAGED)
+    transfers[0].set_state(TransferState.STAGED)
     assert areas.take() is not None
 
 

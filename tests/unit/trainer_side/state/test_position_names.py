@@ -13,7 +13,7 @@ from torch import nn
 
 from holdfast.errors import DamageError
 from tests.unit.trainer_side.assemble import assembled, make_plan, named, save, sent, taken
-from trainer_side.state.position_names import Position, SavedNames, from_record, laid, to_trailer
+from trainer_side.state.position_names import Position, SavedNames, from_record, pad_pickle, to_trailer
 from trainer_side.state.skeleton import Outgrown, capture
 from trainer_side.state.tree import collect
 
@@ -30,7 +30,7 @@ def job() -> dict[str, Any]:
 
 
 def said(trailer: bytes) -> list[list[tuple[str, ...]]]:
-    found = from_record(laid(b"pickle.", trailer, 4096), source="file")
+    found = from_record(pad_pickle(b"pickle.", trailer, 4096), source="file")
     return [[position.names for position in group] for group in found["optimizer"]]
 
 
@@ -122,7 +122,7 @@ def test_all_kinds_of_names_come_back() -> None:
         [Position(("a/ü.weight",)), Position(("a/b", "a/\ud800"))],
         [Position((), ()), Position((), (1, 2))],
     ]
-    assert from_record(laid(b".", to_trailer({"x/y": groups}), 500), source="file") == {"x/y": groups}
+    assert from_record(pad_pickle(b".", to_trailer({"x/y": groups}), 500), source="file") == {"x/y": groups}
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class _Port:
             found, self._net.inboxes[self._rank] = self._net.inboxes[self._rank], []
         return found
 
-    def lost(self) -> frozenset[int]:
+    def lost_ranks(self) -> frozenset[int]:
         return frozenset(self._net.dead - {self._rank})
 
     def flush(self, seconds_max: float) -> None:

@@ -407,7 +407,7 @@ def test_a_proof_that_a_device_refuses_costs_nothing_but_itself(
     def refuse(*_: object) -> None:
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr(rank.tiers[1], "prove", refuse)
+    monkeypatch.setattr(rank.tiers[1], "keep_proof", refuse)
     assert rank.save(3)[0].released.wait(60)
     rank.local.prove((1, 3), {"step": 4})
     until(lambda: "disk: the disk is full" in caplog.text)

@@ -142,7 +142,7 @@ def test_a_step_that_is_void_is_taken_later_and_a_rank_that_left_ends_it(bench: 
     first = bench.appoint(bench.tell(60.0)).step
     bench.coordinator.began(FAR, (3, first), 1000)
     bench.coordinator.told(FAR, (3, first))
-    busy = DeclineCause.BUSY.because("of the test").of_rank(1)
+    busy = DeclineCause.BUSY.because("of the test").with_rank(1)
     void = StepVerdict(FAR, (3, first), complete=False, why=busy)
     again = bench.frames(bench.coordinator.judged(void))
     assert [frame.flags for frame in again] == [AnnouncementKind.PROPOSED.value]
@@ -220,7 +220,7 @@ class Lines:
                 found, lines.arrived[rank] = lines.arrived[rank], []
                 return found
 
-            def lost(self) -> frozenset[int]:
+            def lost_ranks(self) -> frozenset[int]:
                 return frozenset(lines.dead - {rank})
 
             def flush(self, seconds_max: float) -> None:

@@ -33,15 +33,15 @@ class Making:
         make = MappedFile.make
 
         def held(
-            medium: MappedFile, offset: int, nbytes: int, *, beside: bool, stopped: Callable[[], bool]
+            medium: MappedFile, offset: int, nbytes: int, *, background: bool, stopped: Callable[[], bool]
         ) -> None:
-            self.calls.append((offset, beside))
-            while beside and not self.may.wait(0.01) and not stopped():
+            self.calls.append((offset, background))
+            while background and not self.may.wait(0.01) and not stopped():
                 pass
-            if beside and self.refused:
+            if background and self.refused:
                 self.refused -= 1
                 raise OSError(28, "No space left on device")
-            make(medium, offset, nbytes, beside=beside, stopped=stopped)
+            make(medium, offset, nbytes, background=background, stopped=stopped)
 
         monkeypatch.setattr(MappedFile, "make", held)
         monkeypatch.setattr(slot_files, "_AT_ONCE_BYTES_MAX", 0)

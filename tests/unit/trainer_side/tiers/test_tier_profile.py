@@ -19,7 +19,7 @@ from trainer_side.tiers.slot_tier import SlotTier
 class _Counting:
     """A medium that only counts."""
 
-    how = "counting"
+    write_mode = "counting"
     copy: Copy | None = None
 
     def __init__(self) -> None:

@@ -29,6 +29,6 @@ TIER = cast(Tier, SimpleNamespace(name="nvme"))
 def test_a_void_step_is_logged_with_its_cause(why: Reason, told: list[str], tmp_path: Path) -> None:
     path = tmp_path / "events"
     report = TierReport(0, Ledger(), EventLog(path, role="trainer", rank=0))
-    frame = StepVerdict(0, (1, 7), complete=False, why=why.of_rank(2)).to_frame()
+    frame = StepVerdict(0, (1, 7), complete=False, why=why.with_rank(2)).to_frame()
     report.judged(TIER, StepVerdict.from_frame(decode(frame)))
     assert [line["cause"] for line in read_events(path) if line["event"] == "void"] == told

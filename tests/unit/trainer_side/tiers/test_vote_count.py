@@ -78,7 +78,7 @@ def test_a_dead_rank_makes_void_what_it_has_not_sealed() -> None:
 def test_a_step_that_is_refused_is_void_in_every_tier_though_all_seal_it() -> None:
     votes = VoteCount(2, seconds_max=10.0)
     votes.sealed(0, 0, (1, 7), "a", 0.0)
-    differ = Reason.of_error(StateError("replicas differ"))
+    differ = Reason.from_error(StateError("replicas differ"))
     assert votes.refuse((1, 7), differ) == [StepVerdict(0, (1, 7), complete=False, why=differ)]
     assert _of(votes.sealed(1, 0, (1, 7), "a", 0.0)) == [(7, False)]
     assert not votes.remembered

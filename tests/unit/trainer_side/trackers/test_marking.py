@@ -56,17 +56,17 @@ class Hanging(Shown):
 
 
 def _save(to: MarkSender, step: int) -> None:
-    to.hear("save", {"cst_seconds": 0.5, "copy_seconds": 3.0}, step)
-    to.hear("staged", {"cst_seconds": 0.5, "staged_seconds": 2.0}, step)
-    to.hear("durable", {"staged_seconds": 2.0, "durable_seconds": 4.0}, step)
+    to.handle_event("save", {"cst_seconds": 0.5, "copy_seconds": 3.0}, step)
+    to.handle_event("staged", {"cst_seconds": 0.5, "staged_seconds": 2.0}, step)
+    to.handle_event("durable", {"staged_seconds": 2.0, "durable_seconds": 4.0}, step)
 
 
 def test_marking_makes_marks_of_events_at_their_own_steps() -> None:
     shown, to = Shown(), MarkSender(turn_seconds=TURN_SECONDS)
     to.add(shown, [Mark("attempt", 30, 2, "resumed")])
     _save(to, 39)
-    to.hear("layout", {"image_bytes": 5}, None)
-    to.hear("declined", {"cause": "busy"}, 49)
+    to.handle_event("layout", {"image_bytes": 5}, None)
+    to.handle_event("declined", {"cause": "busy"}, 49)
     to.close()
     assert shown.marks == [
         Mark("attempt", 30, 2, "resumed"),
@@ -82,9 +82,9 @@ def test_marking_shows_a_step_that_local_tiers_keep_once() -> None:
     now = iter([10.0, 12.5])
     shown, to = Shown(), MarkSender(turn_seconds=TURN_SECONDS, clock=lambda: next(now))
     to.add(shown)
-    to.hear("save", {"cst_seconds": 0.5}, 9)
-    to.hear("complete", {"tier": "memory", "why": ""}, 9)
-    to.hear("complete", {"tier": "file", "why": ""}, 9)
+    to.handle_event("save", {"cst_seconds": 0.5}, 9)
+    to.handle_event("complete", {"tier": "memory", "why": ""}, 9)
+    to.handle_event("complete", {"tier": "file", "why": ""}, 9)
     to.close()
     assert shown.marks[1:] == [Mark("kept_seconds", 9, 2.5)]
 
@@ -116,7 +116,7 @@ def test_marking_does_not_wait_for_a_tracker_that_hangs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(marking, "_END_SECONDS_MAX", 0.05)
-    monkeypatch.setattr(marking, "_WAITING_MAX", 5)
+    monkeypatch.setattr(marking, "_QUEUED_MAX", 5)
     hanging, to = Hanging(), MarkSender(turn_seconds=TURN_SECONDS)
     to.add(hanging)
     try:
