@@ -36,7 +36,9 @@ class DoubtMarks:
         self._store, self._inbox, self._events = context.store, context.inbox, context.events
         self._replace = replace
         self._doubts: tuple[DoubtedSteps, ...] = ()
-        self._refused_since: tuple[float, HoldfastError] | None = None  # when marking began, and the last error
+        self._refused_since: tuple[float, HoldfastError] | None = (
+            None  # when marking began, and the last error
+        )
         self._stopped = False
         self.is_pending = False
 

@@ -302,7 +302,9 @@ class Jobs:
         )
         progress = Progress.begin(progress_path(self._ring.directory, job.key), head)
         self._targets[job.key] = _Target(upload, start.file, start.write_id, progress)
-        self._share_jobs.record_start(job.key, layout, share, upload, file=start.file, write_id=start.write_id)
+        self._share_jobs.record_start(
+            job.key, layout, share, upload, file=start.file, write_id=start.write_id
+        )
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes)
 
     def _abort_previous(self, key: CheckpointId) -> None:
@@ -345,7 +347,9 @@ class Jobs:
             )
         self._targets[job.key] = _Target(upload, head.file, head.write_id, progress)
         if job.share is not None:
-            self._share_jobs.record_start(job.key, layout, job.share, upload, file=head.file, write_id=head.write_id)
+            self._share_jobs.record_start(
+                job.key, layout, job.share, upload, file=head.file, write_id=head.write_id
+            )
         self._tally(job.key).count("parts_resumed", len(progress.parts))
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes)
 

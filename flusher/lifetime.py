@@ -244,7 +244,11 @@ def _publish_leftovers(
 ) -> None:
     """Publish what is staged in a ring of another size, which no stager can use any more."""
     engine = Engine(
-        ring, context, maintenance, writers=write_limit(config.store, config.writers), listener=_LoggingListener()
+        ring,
+        context,
+        maintenance,
+        writers=write_limit(config.store, config.writers),
+        listener=_LoggingListener(),
     )
     try:
         resolve_checkpoints(engine, ring, "its flusher ended, and the ring has another size now")

@@ -394,7 +394,9 @@ class Pipeline:
             return []
         next_shares = flight.unread if flight.others else flight.unread[-1:]
         flight.unread = flight.unread[: len(flight.unread) - len(next_shares)]
-        return self._start_jobs(flight, [ReadCrcs(flight.key, flight.index, flight.share, of) for of in next_shares])
+        return self._start_jobs(
+            flight, [ReadCrcs(flight.key, flight.index, flight.share, of) for of in next_shares]
+        )
 
     def _crcs_read(self, flight: Flight, event: CrcsRead) -> list[Action]:
         ready = flight.note_others(event.share, event.entry_crcs)
@@ -442,7 +444,9 @@ class Pipeline:
         known = tuple(crc for crc in crcs if crc is not None)
         assert len(known) == len(crcs), "chunk_left counts the entries that are not known"
         verified = tuple(map(flight.segment_crcs[chunk].__getitem__, fields.segments))
-        return self._start_jobs(flight, [Patch(flight.key, (flight.slots[chunk],), chunk, known, verified, index)])
+        return self._start_jobs(
+            flight, [Patch(flight.key, (flight.slots[chunk],), chunk, known, verified, index)]
+        )
 
     def _finish_chunk(self, flight: Flight, chunk: int) -> list[Action]:
         flight.finish_chunk(chunk)
@@ -489,7 +493,12 @@ class Pipeline:
     def _failed(self, flight: Flight, error: HoldfastError) -> list[Action]:
         is_lost = isinstance(error, StoreError) and error.begin_anew
         # Other flushers have written into the same upload, so a share cannot start over by itself.
-        if flight.error is None and is_lost and flight.share is None and flight.received <= flight.slots.keys():
+        if (
+            flight.error is None
+            and is_lost
+            and flight.share is None
+            and flight.received <= flight.slots.keys()
+        ):
             flight.error, flight.is_restarting = error, True
         return self._drop(flight, error)
 

@@ -40,7 +40,9 @@ class RingRoom:
 
     def __init__(self, ring: Ring, inbox: Inbox, *, grows: bool) -> None:
         self._ring, self._inbox, self._grows = ring, inbox, grows
-        self._allocated_chunks = ring.ring_chunks  # slots with memory, whether or not the loop has added them yet
+        self._allocated_chunks = (
+            ring.ring_chunks
+        )  # slots with memory, whether or not the loop has added them yet
         self._wanted_chunks = ring.ring_chunks
         self._ended = False
         self._wake = threading.Event()

@@ -309,7 +309,15 @@ class Maintenance:
         state = good_state if report.ok and not refused else State.BAD
         if nonfinite_text:
             _log.warning("%s: %s%s", key, nonfinite_text, "; restore does not use it" if refused else "")
-        note = report.summary() if not report.ok else nonfinite_text if refused else READ_BACK if has_caveat else ""
+        note = (
+            report.summary()
+            if not report.ok
+            else nonfinite_text
+            if refused
+            else READ_BACK
+            if has_caveat
+            else ""
+        )
         done = manifest.model_copy(update={"state": state, "note": note[:4096], "nonfinite": counted})
         if self._guarded(lambda: self._replace(done), f"{key} not marked {state}"):
             values = None if counted is None else counted.values

@@ -402,7 +402,10 @@ _HANDLERS: dict[int, _Handler] = {
         (_PickleWalker.byte, "BININT1"),
         (_PickleWalker.number, "BININT BININT2 LONG1 LONG4"),
         (_PickleWalker.decimal, "INT LONG"),
-        (_PickleWalker.text, "STRING BINSTRING SHORT_BINSTRING UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8"),
+        (
+            _PickleWalker.text,
+            "STRING BINSTRING SHORT_BINSTRING UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8",
+        ),
         (_PickleWalker.text, "BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8"),
         (_PickleWalker.container, "EMPTY_LIST EMPTY_DICT EMPTY_SET"),
         (_PickleWalker.container_of_marked, "LIST DICT FROZENSET"),

@@ -183,7 +183,9 @@ def _close_log_watch(log_watch: LogWatch | None, last_event: dict[str, str] | No
         log_watch.close(None if last_event is None else {"role": "stager", **last_event})
 
 
-def _serve_in_mpi_job(config: StagerConfig | None, problem: HoldfastError | None, log_watch: LogWatch | None) -> None:
+def _serve_in_mpi_job(
+    config: StagerConfig | None, problem: HoldfastError | None, log_watch: LogWatch | None
+) -> None:
     """Serve as a process of an MPI job."""
     # Importing `stager.mpi` starts MPI, which waits for all ranks; `holdfast --help` must not.
     from stager.flusher_process import PreloadedFlusher

@@ -87,7 +87,9 @@ class MpiStagers:
             message = wire.encode(Kind.WELCOME, attempt=attempt)
         for other in range(1, self.share.writers):
             try:
-                self._pending_sends.append((self._comm.Isend([message, MPI.BYTE], other, CONTROL_TAG), message))
+                self._pending_sends.append(
+                    (self._comm.Isend([message, MPI.BYTE], other, CONTROL_TAG), message)
+                )
             except MPI.Exception as error:  # that stager is dead; the ranks notice, too
                 _log.debug("stager %d/%d is not told: %s", other + 1, self.share.writers, error)
 

@@ -53,7 +53,10 @@ def _is_orphaned(directory: Path) -> bool:
     try:
         check_private_directory(directory)
         has_ring = (directory / "journal").exists() and bool(checkpoint_ids(directory))
-        return has_ring and request_status(socket_path(directory, "flusher"), seconds_max=_ANSWER_SECONDS_MAX) is None
+        return (
+            has_ring
+            and request_status(socket_path(directory, "flusher"), seconds_max=_ANSWER_SECONDS_MAX) is None
+        )
     except (FileNotFoundError, ConfigError):
         return False  # no such directory, or another user's
     except HoldfastError:

@@ -177,7 +177,9 @@ class StagerService:
     def _tick(self, now: float) -> None:
         reap()
         if self._line.lost_reason:
-            self._actions.process(FlusherLost(self._line.lost_reason))  # again: the reason may have become more precise
+            self._actions.process(
+                FlusherLost(self._line.lost_reason)
+            )  # again: the reason may have become more precise
         self._actions.process(Tick())
         self._rank_handler.tick(now)
 
@@ -215,7 +217,11 @@ class StagerService:
             if may_restart and is_settled and is_ring_kept(self._line.flusher.ring.directory):
                 return
             # "finish" would end a checkpoint that still streams through a smaller ring and may become staged.
-            if finish_sent_to is not self._line.flusher and not self._line.lost_reason and not self._session.may_stage:
+            if (
+                finish_sent_to is not self._line.flusher
+                and not self._line.lost_reason
+                and not self._session.may_stage
+            ):
                 finish_sent_to = self._line.flusher
                 self._line.send("finish", interrupted=bool(self.lost_ranks) or self._notices.is_terminating)
             if self._line.failures >= _DRAIN_FAILURES_MAX:
@@ -308,7 +314,10 @@ def serve(
         try:
             state = StatusState("stager", flusher.store_url, ranks=service.rank_statuses)
             events.listen(state.handle_event)
-            with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", state.build_document):
+            with (
+                serve_metrics(config, events),
+                serve_status(flusher.ring.directory, "stager", state.build_document),
+            ):
                 events.emit(
                     "stager_ready",
                     {

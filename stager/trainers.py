@@ -147,7 +147,9 @@ class Trainers:
         return found
 
 
-def _rank_status(rank: int, known: _RankRecord | None, is_present: bool, is_lost: bool, now: float) -> RankStatus:
+def _rank_status(
+    rank: int, known: _RankRecord | None, is_present: bool, is_lost: bool, now: float
+) -> RankStatus:
     state: RankState = "lost" if is_lost else "left"
     if is_present:
         state = "coming" if known is None else "silent" if known.silent else "here"

@@ -143,7 +143,9 @@ def build(given: UserState, config: TrainerConfig, *, auto: bool, fresh: bool) -
     send = _notice_sender(link) if link.job.has_stager else tiers.council.send_notice
     notices = PreemptionNotices(config, agreed_steps, send, rank=rank)
     peers = world.peers()
-    resume_check = ResumeCheck(state, link, tiers, peers, events, stop_on_difference=config.on_unproven == "stop")
+    resume_check = ResumeCheck(
+        state, link, tiers, peers, events, stop_on_difference=config.on_unproven == "stop"
+    )
     return CheckpointerParts(
         peers,
         events,
@@ -183,7 +185,9 @@ def _make_pacer(
         )
     from trainer_side.pace.pacer import Pacer  # here: most scripts set the interval themselves
 
-    send_request = (lambda request: link.send_message(StagerMessage.wish(request))) if world.rank == 0 else None
+    send_request = (
+        (lambda request: link.send_message(StagerMessage.wish(request))) if world.rank == 0 else None
+    )
     return Pacer(schedule, send_request, config, events, optimizers, observed=link.job.prior_failures)
 
 

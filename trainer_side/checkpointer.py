@@ -31,7 +31,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import is_trackers
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
-from holdfast.supervised import report, register_end_report, emit_progress
+from holdfast.supervised import emit_progress, register_end_report, report
 from trainer_side.builder import build
 from trainer_side.ledger import Stats
 from trainer_side.opaque import OpaqueContext, opaque_methods
@@ -48,7 +48,7 @@ from trainer_side.save.metric_values import StepMetrics
 from trainer_side.save.saver import gc_paused
 from trainer_side.seat import Seat
 from trainer_side.start_line import start_line
-from trainer_side.state.drill_notes import CounterNotes, BatchNotes
+from trainer_side.state.drill_notes import BatchNotes, CounterNotes
 from trainer_side.state.skippable import Skippable
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.state.tree import UserState
@@ -342,10 +342,14 @@ class Checkpointer:
         if self._pacer is not None:
             interval_due = self._pacer.reach(step, lambda usual: agreed_steps.current_interval(usual, step))
         if instruction is not None:
-            self._events.emit("appointed", {"save": instruction.save, "reason": instruction.reason}, step=step)
+            self._events.emit(
+                "appointed", {"save": instruction.save, "reason": instruction.reason}, step=step
+            )
             if instruction.notice.kind is NoticeKind.TERMINATE:
                 report("noticed")  # by now all ranks may leave their loops, whichever received the notice
-        proof = self._resume_check.on_step_end(step, StepInput(batch, loss, grad_norm), self._leaving.newest_step)
+        proof = self._resume_check.on_step_end(
+            step, StepInput(batch, loss, grad_norm), self._leaving.newest_step
+        )
         if proof is not None and self.restored is not None:
             self.restored = replace(self.restored, proof=proof)
         self._report_progress()
@@ -496,7 +500,11 @@ class Checkpointer:
         if error is not None:
             self._leaving.log_exception(error)
             notice = None if isinstance(error, GeneratorExit) else self._parts.notices.pending
-            if notice is not None and self._finished_step is not None and not self._leaving.has_lost_peer(error):
+            if (
+                notice is not None
+                and self._finished_step is not None
+                and not self._leaving.has_lost_peer(error)
+            ):
                 self._leaving.save_last(self._finished_step, self._saver.save, notice)
             self._saver.decline_late()
         elif self._step_called and not self._save_called and self.rank == 0 and self._pacer is None:

@@ -119,7 +119,9 @@ def _connect_member(
     reconnect = None
     if config.on_stager_lost == "train" and world.reconnect is not None:
         # The lead checks whether another start of the job has continued the run.
-        reconnect = Reconnect(lambda generation: world.member(index, _wait_for_lead_attempt(lead), generation), lambda: 0)
+        reconnect = Reconnect(
+            lambda generation: world.member(index, _wait_for_lead_attempt(lead), generation), lambda: 0
+        )
     own = ShareInbox(world.rank, lambda: inbox.last_step)
     return Link(config, greeted, own, events, rank=world.rank, reconnect=reconnect)
 
@@ -223,7 +225,9 @@ def open_tier_set(
     inventory = take_inventory(peers, tiers, error, seconds_max=limit)
     tier_agreed_steps = None if attempt else agreed_steps  # with a stager, the link receives them
     attempt = (
-        _attempt_beside_stager(attempt, inventory, rank=world.rank) if attempt else _attempt_without_stager(config, store_url, tiers, peers)
+        _attempt_beside_stager(attempt, inventory, rank=world.rank)
+        if attempt
+        else _attempt_without_stager(config, store_url, tiers, peers)
     )
     job = peers.broadcast(uuid.uuid4().hex.encode() if peers.rank == 0 else None).decode()
     return LocalTiers(
@@ -251,7 +255,9 @@ def _attempt_beside_stager(attempt: int, inventory: TierInventory, *, rank: int)
     return inventory.newest_attempt + 1
 
 
-def _attempt_without_stager(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: Peers) -> int:
+def _attempt_without_stager(
+    config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: Peers
+) -> int:
     """Return one more than the newest attempt in the store and in any rank's tiers; record it in the store."""
     agree(peers, _missing_parent_error(config, store_url))
     store = open_store(store_url)

@@ -222,7 +222,9 @@ class Leaving:
             ", ".join(safe) or "no checkpoint of this job is staged",
         )
 
-    def _close_parts(self, wait_for: TransferState, seconds_max: float, *, shared_deadline: bool = False) -> None:
+    def _close_parts(
+        self, wait_for: TransferState, seconds_max: float, *, shared_deadline: bool = False
+    ) -> None:
         """Close all parts. `shared_deadline`: `seconds_max` limits their sum, not each wait."""
         deadline = time.monotonic() + seconds_max
 

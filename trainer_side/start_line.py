@@ -16,9 +16,7 @@ def start_line(
     """Return the line. `every`: Steps between two checkpoints; None: `auto`; 0: only `save()` takes any."""
     where = _stagers_text(config, store_url, stagers) if stagers else _tiers_text(config, store_url)
     begins = "; starts from scratch, because the script says fresh=True" if fresh else ""
-    return (
-        f"holdfast saves {_interval_text(config, every)} {where} (attempt {attempt}){begins}; {_watch_text(config)}"
-    )
+    return f"holdfast saves {_interval_text(config, every)} {where} (attempt {attempt}){begins}; {_watch_text(config)}"
 
 
 def _interval_text(config: TrainerConfig, every: int | None) -> str:

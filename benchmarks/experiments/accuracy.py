@@ -57,7 +57,9 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
     progress(f"killed {len(kills)} times")
     with DrillRun(_setup(folder, "killed", epochs, width), folder / "killed", kills=len(kills)) as killed:
         steps = epochs * epoch_steps(_RANKS)
-        executed = run_with_kills(killed, kills, 0.0, deadline, progress, steps=steps, comparable=range(steps))
+        executed = run_with_kills(
+            killed, kills, 0.0, deadline, progress, steps=steps, comparable=range(steps)
+        )
     for one in (undisturbed, killed):
         if one.exit_code != 0:
             raise RuntimeError(f"a training ended with {one.exit_code}; it said:\n{one.output_tail()}")
@@ -77,12 +79,21 @@ def _kills(epochs: int) -> list[Kill]:
     steps = epoch_steps(_RANKS)
     ends = range(_RESTART_EPOCHS, epochs, _RESTART_EPOCHS)
     return [
-        Kill(number, KillTarget.RANKS, notice=False, rank=0, after_step=epoch * steps + steps // 2, delay_fraction=0.0)
+        Kill(
+            number,
+            KillTarget.RANKS,
+            notice=False,
+            rank=0,
+            after_step=epoch * steps + steps // 2,
+            delay_fraction=0.0,
+        )
         for number, epoch in enumerate(ends, 1)
     ]
 
 
-def _figures(folder: Path, undisturbed: DrillRun, killed: DrillRun, executed: list[ExecutedKill]) -> dict[str, Any]:
+def _figures(
+    folder: Path, undisturbed: DrillRun, killed: DrillRun, executed: list[ExecutedKill]
+) -> dict[str, Any]:
     files = compare(open_store(str(undisturbed.store)), open_store(str(killed.store)))
     constant = constants(files, executed[0].kill.after_step)  # generators that the job neither seeds nor uses
     differ = [str(each) for one in files for each in one.differs if each.path not in constant]

@@ -78,7 +78,9 @@ def find_best(catalog: Catalog, metric: str, mode: BestMode | None = None) -> Ma
     best = finder.best()
     if best is None:
         raise finder.none_found_error(listing.url)
-    for item in listing.items([listed for listed in listing.manifests if listed.order.step == best.order.step]):
+    for item in listing.items(
+        [listed for listed in listing.manifests if listed.order.step == best.order.step]
+    ):
         if item.order == best.order and item.manifest is not None:
             return item.manifest
     raise StoreMissing(f"{listing.url}: {best.order}, the best by {metric}, was removed meanwhile")

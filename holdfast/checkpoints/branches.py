@@ -189,7 +189,9 @@ class Branches:
         left_out = f", without the batches of steps {format_ranges(made.skipped)}" if made.skips else ""
         reason = f" ({made.reason})" if made.reason else ""
         number = 1 + len(self.rewinds)
-        return f"branch {number}: rewound from {made.abandoned} to {made.fork}{left_out}, {made.made_at}{reason}"
+        return (
+            f"branch {number}: rewound from {made.abandoned} to {made.fork}{left_out}, {made.made_at}{reason}"
+        )
 
     def rewind_since(self, order: CheckpointId) -> Rewound | None:
         """Return the rewind since a checkpoint of the current line was written; None if there was none since.

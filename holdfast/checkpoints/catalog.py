@@ -114,7 +114,9 @@ class CatalogListing:
         """Those of `manifests` on the line on which training continues. Raises as `branches`."""
         branches = self.branches
         return (
-            self.manifests if branches is None else [one for one in self.manifests if branches.is_current(one.order)]
+            self.manifests
+            if branches is None
+            else [one for one in self.manifests if branches.is_current(one.order)]
         )
 
     def items(

@@ -133,7 +133,9 @@ def _count_nonfinite(
                 return None
             by_format.setdefault(float_format, []).append((entry, first - offset, stop - offset))
     for float_format, runs_of_format in by_format.items():
-        counts = count_nonfinite_of_each(part, [(first, stop) for _, first, stop in runs_of_format], float_format)
+        counts = count_nonfinite_of_each(
+            part, [(first, stop) for _, first, stop in runs_of_format], float_format
+        )
         for (entry, _, _), count in zip(runs_of_format, counts, strict=True):
             if count:
                 counted[entry] = counted.get(entry, 0) + count

@@ -89,7 +89,9 @@ class ChunkFinisher:
         image_crc = combine_all(
             (crc, self._layout.chunk_extent(chunk).nbytes) for chunk, crc in enumerate(self._chunk_crcs)
         )
-        return FinishedImage(self._key, self._index, image_crc, tuple(self._chunk_crcs), tuple(self._entry_crcs))
+        return FinishedImage(
+            self._key, self._index, image_crc, tuple(self._chunk_crcs), tuple(self._entry_crcs)
+        )
 
 
 def publish_image(

@@ -239,7 +239,11 @@ class Lease:
         the store once, for a caller that retries by itself. Raises `FencedError` if the lease is lost, and `StoreError` if that
         is unknown.
         """
-        store, url, attempt = self._unretried_store if without_retries else self._store, self._store.url, self.attempt
+        store, url, attempt = (
+            self._unretried_store if without_retries else self._store,
+            self._store.url,
+            self.attempt,
+        )
         attempts = _list_attempts(store)
         while attempts and attempts[-1] > attempt:
             owner = _read_claim(store, attempts[-1])
@@ -337,7 +341,9 @@ def find_possibly_live_writer(store: Store, before_attempt: int) -> str:
     mine = Identity.of_this_process()
     if record is None or record.identity == mine:
         return ""
-    lives = record.identity.is_running() if mine.shares_pid_namespace(record.identity) else not record.released
+    lives = (
+        record.identity.is_running() if mine.shares_pid_namespace(record.identity) else not record.released
+    )
     return _describe_holder(record) if lives else ""
 
 

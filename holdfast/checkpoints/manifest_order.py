@@ -64,7 +64,8 @@ def newest_first(
     newest = max((attempt for attempt in attempts.values() if attempt is not None), default=0)
     found = [
         ListedManifest(
-            CheckpointId(newest if (known := attempts[info.name]) is None else known, step_of(info.name)), *info
+            CheckpointId(newest if (known := attempts[info.name]) is None else known, step_of(info.name)),
+            *info,
         )
         for info in listed
     ]

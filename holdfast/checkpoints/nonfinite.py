@@ -76,7 +76,8 @@ def _count_in_block(block: npt.NDArray[Any], float_format: FloatFormat) -> int:
     # are finite, and a maximum writes no memory.
     sign = 1 << (8 * float_format.nbytes - 1)
     if not block.size or (
-        block.max() < sign | float_format.mask and block.view(f"<i{float_format.nbytes}").max() < float_format.mask
+        block.max() < sign | float_format.mask
+        and block.view(f"<i{float_format.nbytes}").max() < float_format.mask
     ):
         return 0
     mask = block.dtype.type(float_format.mask)
@@ -90,7 +91,11 @@ def count_nonfinite_of_each(
     first, last = runs[0][0], runs[-1][1]
     begins, ends = np.array(runs, np.int64).T
     is_dense = (ends - begins).sum() * _DENSE >= last - first
-    if (last - first) // len(runs) >= LARGE_BYTES or not is_dense or ((begins - first) % float_format.nbytes).any():
+    if (
+        (last - first) // len(runs) >= LARGE_BYTES
+        or not is_dense
+        or ((begins - first) % float_format.nbytes).any()
+    ):
         return [count_nonfinite(data[begin:end], float_format) for begin, end in runs]
     counts = np.zeros(len(runs), np.int64)
     values = np.frombuffer(data, f"<u{float_format.nbytes}", (last - first) // float_format.nbytes, first)

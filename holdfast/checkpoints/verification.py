@@ -347,6 +347,13 @@ def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
         expected = f"{entry.nbytes} bytes with CRC-32 {entry.crc32:08x}"
         tensor_index = tensor_index or _TensorIndex(manifest)
         found.append(
-            Damage(f"directory of {entry.name}", entry.offset, entry.nbytes, expected, got, tensor_index.of(index))
+            Damage(
+                f"directory of {entry.name}",
+                entry.offset,
+                entry.nbytes,
+                expected,
+                got,
+                tensor_index.of(index),
+            )
         )
     return found

@@ -60,7 +60,9 @@ def rule_of(metric: str, mode: BestMode | None, recorded: Iterable[BestRule | No
     return next((rule for rule in recorded if rule is not None and rule.metric == metric), None)
 
 
-def no_best_error(where: str, metric: str, several: Iterable[Mapping[str, float]]) -> StoreMissing | ConfigError:
+def no_best_error(
+    where: str, metric: str, several: Iterable[Mapping[str, float]]
+) -> StoreMissing | ConfigError:
     """Return why no checkpoint is best by a metric. `several`: Metrics of each good checkpoint. `where`: The run."""
     names = sorted({name for metrics in several for name in metrics})
     if metric in names:

@@ -396,7 +396,13 @@ class Layout:
                 chunk_bytes=_whole_number(document["chunk_bytes"]),
                 ranks=_whole_number(document["ranks"]),
                 entries=tuple(
-                    Entry(_text(name), _whole_number(offset), _whole_number(nbytes), _whole_number(owner), _whole_numbers(crc_fields))
+                    Entry(
+                        _text(name),
+                        _whole_number(offset),
+                        _whole_number(nbytes),
+                        _whole_number(owner),
+                        _whole_numbers(crc_fields),
+                    )
                     for name, offset, nbytes, owner, crc_fields in document["entries"]
                 ),
                 tensors=tuple(

@@ -81,7 +81,10 @@ def watched_entries(layout: Layout) -> tuple[int, ...]:
         item_bytes = _ITEM_BYTES.get(tensor.dtype.partition(",")[0], 0)
         if 0 < math.prod(tensor.shape) * item_bytes == layout.entries[tensor.entry].nbytes:
             filling.add(tensor.entry)
-    return (*replicated_entries(layout, filling), *(entry for entry in sorted(filling) if _is_shared(layout, entry)))
+    return (
+        *replicated_entries(layout, filling),
+        *(entry for entry in sorted(filling) if _is_shared(layout, entry)),
+    )
 
 
 def replicated_entries(layout: Layout, entries: Iterable[int]) -> tuple[int, ...]:
@@ -203,7 +206,9 @@ class ReplicaComparer:
     def __init__(self) -> None:
         self._watched: dict[str, tuple[int, ...]] = {}
         self._reported: set[tuple[int, str]] = set()
-        self._unresolved: dict[str, int] = {}  # path → step at which the tensor drifted, if it may still differ
+        self._unresolved: dict[
+            str, int
+        ] = {}  # path → step at which the tensor drifted, if it may still differ
 
     def read(self, layout: Layout, text: Any) -> tuple[int, ...]:
         """Read one rank's fingerprints. Raises `ProtocolError` as `decode`."""
@@ -213,7 +218,9 @@ class ReplicaComparer:
         self, layout: Layout, step: int, fingerprints: Mapping[int, tuple[int, ...]]
     ) -> Divergence | None:
         """Compare the ranks that sent fingerprints; None if these are the same."""
-        if _all_equal(layout, self._entries(layout), fingerprints) and not (self._unresolved and fingerprints):
+        if _all_equal(layout, self._entries(layout), fingerprints) and not (
+            self._unresolved and fingerprints
+        ):
             return None
         paths: dict[int, str] = {}
         for tensor in layout.tensors:

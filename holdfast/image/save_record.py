@@ -146,7 +146,9 @@ class StepRecord:
     def from_json(cls, document: Any) -> Self:
         """Read the record of a manifest, a ring's checkpoint file or an event; never fails."""
         document = document if isinstance(document, Mapping) else {}
-        ranks, stager, divergence = (_mapping(document.get(name)) for name in ("ranks", "stager", "divergence"))
+        ranks, stager, divergence = (
+            _mapping(document.get(name)) for name in ("ranks", "stager", "divergence")
+        )
         record = cls(
             {
                 int(rank): SaveRecord.from_json(one)

@@ -20,8 +20,8 @@ from dataclasses import replace
 
 from holdfast.notices.messages import Effect, EventLine, StepAnswer
 from holdfast.notices.notice import Notice, NoticeKind, SaveInstruction
-from holdfast.notices.should_save import Choice, Decision, InFlight, StagingTimes, Outlook, should_save
-from holdfast.notices.step_agreement import ProposalState, Margin, StepAgreement
+from holdfast.notices.should_save import Choice, Decision, InFlight, Outlook, StagingTimes, should_save
+from holdfast.notices.step_agreement import Margin, ProposalState, StepAgreement
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 
@@ -49,7 +49,11 @@ class PreemptionCoordinator:
         rebalance_seconds: float = 1800.0,
         rebalance_factor: int = 4,
     ) -> None:
-        self._in_flight, self._answer_seconds_max, self._safe_state = in_flight, answer_seconds_max, safe_state
+        self._in_flight, self._answer_seconds_max, self._safe_state = (
+            in_flight,
+            answer_seconds_max,
+            safe_state,
+        )
         self._rebalance_seconds, self._rebalance_factor = rebalance_seconds, rebalance_factor
         self.staging_times = StagingTimes()
         self._agreement = StepAgreement(
@@ -182,7 +186,9 @@ class PreemptionCoordinator:
             return self._give_up(f"{overdue}; it is stopped or cut off", now)
         if not self.open and self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
-            return [self._agreement.begin(now)] if left is not None and left > 0 and not self._lost_ranks else []
+            return (
+                [self._agreement.begin(now)] if left is not None and left > 0 and not self._lost_ranks else []
+            )
         if self._appointed_at is None:
             return []
         waited = now - self._appointed_at

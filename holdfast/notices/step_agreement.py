@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from holdfast.notices.messages import Announcement, StepAnswer, AnnouncementKind
+from holdfast.notices.messages import Announcement, AnnouncementKind, StepAnswer
 
 
 @dataclass(frozen=True, slots=True)

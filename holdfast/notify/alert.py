@@ -72,7 +72,9 @@ def alert_for(fields: Mapping[str, Any], *, is_unsupervised: bool = False) -> Al
     `is_unsupervised`: No supervisor reports losses and ends.
     """
     role, event = str(fields.get("role")), str(fields.get("event"))
-    kind, title, severity = (_classify_unsupervised(role, event, fields) if is_unsupervised else None) or _classify(role, event, fields)
+    kind, title, severity = (
+        _classify_unsupervised(role, event, fields) if is_unsupervised else None
+    ) or _classify(role, event, fields)
     if not kind:
         return None
     text = _alert_text(event, fields)
@@ -90,7 +92,9 @@ def _alert_text(event: str, fields: Mapping[str, Any]) -> str:
     return message if isinstance(message, str) and message else event_text(fields)
 
 
-def _classify_unsupervised(role: str, event: str, fields: Mapping[str, Any]) -> tuple[str, str, Severity] | None:
+def _classify_unsupervised(
+    role: str, event: str, fields: Mapping[str, Any]
+) -> tuple[str, str, Severity] | None:
     match role, event:
         case "stager", "resume_proof":
             return _classify("supervisor", event, fields)

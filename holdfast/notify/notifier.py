@@ -126,7 +126,10 @@ class Notifier:
         pauses_seconds: Sequence[float] = PAUSES_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._context, self._is_unsupervised = {"run": _without_secrets(run), "host": socket.gethostname()}, is_unsupervised
+        self._context, self._is_unsupervised = (
+            {"run": _without_secrets(run), "host": socket.gethostname()},
+            is_unsupervised,
+        )
         self._rate_limiter, self._clock = AlertRateLimiter(window_seconds), clock
         self._senders = [_Sender(one, pauses_seconds) for one in destinations]
         for sender in self._senders:

@@ -215,4 +215,6 @@ def read_limit(url: str, maximum: int | None = None) -> ConcurrencyLimit:
 
 @functools.lru_cache(16)
 def _s3_read_limit(url: str) -> ConcurrencyLimit:  # noqa: ARG001 - cached by URL: one process reads a run many times
-    return ConcurrencyLimit(REQUESTS_MAX, AdaptiveLimit(_READS_S3, minimum=_REQUESTS_MIN, maximum=REQUESTS_MAX))
+    return ConcurrencyLimit(
+        REQUESTS_MAX, AdaptiveLimit(_READS_S3, minimum=_REQUESTS_MIN, maximum=REQUESTS_MAX)
+    )

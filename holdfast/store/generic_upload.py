@@ -71,7 +71,9 @@ class GenericUpload(BaseUpload):
             return
         self._ledger.require_complete()
         try:
-            self._folder.join([self._part_path(index) for index in range(self._ledger.parts)], self._temporary)
+            self._folder.join(
+                [self._part_path(index) for index in range(self._ledger.parts)], self._temporary
+            )
         except StoreMissing as error:
             raise StoreError(
                 f"{self._path}: a part was removed by another writer ({error}); start over", begin_anew=True

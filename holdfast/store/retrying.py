@@ -117,7 +117,9 @@ class Retrying(StoreWrapper):
             tries = over.last_attempt.attempt_number
             start_over = isinstance(last, StoreError) and last.begin_anew
             raise StoreError(
-                f"{last} (given up after {tries} attempts of {method})", retriable=not start_over, begin_anew=start_over
+                f"{last} (given up after {tries} attempts of {method})",
+                retriable=not start_over,
+                begin_anew=start_over,
             ) from last
 
     def _record_failure(self, method: str, state: tenacity.RetryCallState, level: int) -> None:

@@ -135,7 +135,9 @@ class S3Bucket:
         done = 0
         with self.translate_errors("read", key):
             try:
-                response = self.client.get_object(Bucket=self.name, Key=key, Range=f"bytes={offset}-{end - 1}")
+                response = self.client.get_object(
+                    Bucket=self.name, Key=key, Range=f"bytes={offset}-{end - 1}"
+                )
             except ClientError as error:
                 if status_of(error) != 416:
                     raise

@@ -93,7 +93,9 @@ def translate_errors(operation: str, url: str) -> Iterator[None]:
     except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
         raise StoreError(f"cannot {operation} {url}: no credentials: {_CREDENTIALS}") from error
     except exceptions.ParamValidationError as error:
-        raise StoreError(f"cannot {operation} {url}: S3 does not take such a name or value: {error}") from error
+        raise StoreError(
+            f"cannot {operation} {url}: S3 does not take such a name or value: {error}"
+        ) from error
     except exceptions.EndpointConnectionError as error:
         raise StoreError(
             f"cannot {operation} {url}: the server does not answer ({error}); "
@@ -102,10 +104,13 @@ def translate_errors(operation: str, url: str) -> Iterator[None]:
         ) from error
     except _connection_errors() as error:
         raise StoreError(
-            f"cannot {operation} {url}: the connection failed ({type(error).__name__}: {error})", retriable=True
+            f"cannot {operation} {url}: the connection failed ({type(error).__name__}: {error})",
+            retriable=True,
         ) from error
     except exceptions.BotoCoreError as error:
-        raise StoreError(f"cannot {operation} {url}: {error}; see the AWS settings of this process") from error
+        raise StoreError(
+            f"cannot {operation} {url}: {error}; see the AWS settings of this process"
+        ) from error
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:

@@ -97,7 +97,10 @@ class S3Upload(BaseUpload):
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """Send a part; the server refuses it if its bytes do not have this CRC-32."""
-        with self._ledger.track_part(index, buffers), self._bucket.translate_errors(f"send part {index} of", self._key):
+        with (
+            self._ledger.track_part(index, buffers),
+            self._bucket.translate_errors(f"send part {index} of", self._key),
+        ):
             response = self._bucket.client.upload_part(
                 Bucket=self._bucket.name,
                 Key=self._key,

@@ -76,7 +76,9 @@ def _log_files(path: Path) -> list[Path]:
     try:
         if not path.is_dir():
             return [path]
-        found = [path / name for name in _STATUS_LOGS if (path / name).exists() or numbered_files(path / name)]
+        found = [
+            path / name for name in _STATUS_LOGS if (path / name).exists() or numbered_files(path / name)
+        ]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--events {path}: cannot be used: {error}") from error
     if not found:
@@ -116,7 +118,11 @@ def parse_line(line: bytes) -> LoggedEvent | None:
     time, event = as_number(document.get("time"), TIME_MAX), document.get("event")
     if time is None or not isinstance(event, str) or not event:
         return None
-    role, rank, step = as_text(document.get("role")), as_int(document.get("rank")), as_int(document.get("step"), least=-1)
+    role, rank, step = (
+        as_text(document.get("role")),
+        as_int(document.get("rank")),
+        as_int(document.get("step"), least=-1),
+    )
     kept = _KEPT_OF_DURABLE if role == "trainer" and event == "durable" else None
     fields = {
         name: good
@@ -126,7 +132,12 @@ def parse_line(line: bytes) -> LoggedEvent | None:
         and (good := _sanitize(value)) is not None
     }
     return LoggedEvent(
-        time, as_text(event), role, rank, step if step is None or step >= 0 else None, fields | _supervisor_step(document, role)
+        time,
+        as_text(event),
+        role,
+        rank,
+        step if step is None or step >= 0 else None,
+        fields | _supervisor_step(document, role),
     )
 
 
@@ -141,7 +152,9 @@ def _sanitize(value: Any) -> Any:
         return value  # code that uses a dict or list checks its contents
     if isinstance(value, str):
         return as_text(value)
-    return as_int(value, least=-_WHOLE_MAX) if isinstance(value, int) else as_number(value, least=-_NUMBER_MAX)
+    return (
+        as_int(value, least=-_WHOLE_MAX) if isinstance(value, int) else as_number(value, least=-_NUMBER_MAX)
+    )
 
 
 def as_number(value: Any, most: float = _NUMBER_MAX, *, least: float = 0.0) -> float | None:

@@ -43,7 +43,11 @@ _TEXT_FIELDS = (
 
 def event_text(fields: Mapping[str, Any]) -> str:
     """Format an event's fields as one line of bounded length."""
-    return truncate("; ".join(_field_text(name, fields[name]) for name in _TEXT_FIELDS if fields.get(name) not in (None, "")))
+    return truncate(
+        "; ".join(
+            _field_text(name, fields[name]) for name in _TEXT_FIELDS if fields.get(name) not in (None, "")
+        )
+    )
 
 
 def truncate(text: str, characters_max: int = TEXT_CHARACTERS_MAX) -> str:

@@ -19,7 +19,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest
 from holdfast.image.save_record import StepRecord
 from holdfast.telemetry.causes import OTHER, cause_from
-from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, as_number, as_text, as_int
+from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, as_int, as_number, as_text
 
 _OLD_CAUSE = re.compile(r"(?:rank \d+: )?([a-z][a-z ]{0,30}): ")
 _TIMES = (

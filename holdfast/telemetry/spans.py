@@ -150,7 +150,9 @@ class Spans:
                 self._record_durable(key, now, fields)
             case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
                 problem = "" if event == "verified" else event_text(fields) or event
-                self._record_phase("read_back", key, now - fields["seconds"], now, {"outcome": event}, problem)
+                self._record_phase(
+                    "read_back", key, now - fields["seconds"], now, {"outcome": event}, problem
+                )
 
     def _record_durable(self, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         known = CheckpointRow(*key)
@@ -181,7 +183,9 @@ class Spans:
 
     def _record_failure(self, outcome: str, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         started_at = self._started_at.get(key, now - fields.get("seconds", 0.0))
-        self._end_root(key, started_at, now, {"outcome": outcome, "cause": cause_from(fields)}, event_text(fields))
+        self._end_root(
+            key, started_at, now, {"outcome": outcome, "cause": cause_from(fields)}, event_text(fields)
+        )
 
     def _end_flush(self, key: CheckpointId, now: float, problem: str) -> None:
         span = self._flushes.pop(key, None)
@@ -190,7 +194,12 @@ class Spans:
     # -- spans -----------------------------------------------------------------------------------------------------
 
     def _end_root(
-        self, key: CheckpointId, started_at: float, ended_at: float, values: Mapping[str, Any], problem: str = ""
+        self,
+        key: CheckpointId,
+        started_at: float,
+        ended_at: float,
+        values: Mapping[str, Any],
+        problem: str = "",
     ) -> None:
         self._started_at.pop(key, None)
         self._ids.chosen = root_ids(self._run, *key)
@@ -211,7 +220,9 @@ class Spans:
     ) -> None:
         _end(self._begin_phase(name, key, started_at, values), ended_at, problem)
 
-    def _begin_phase(self, name: str, key: CheckpointId, started_at: float, values: Mapping[str, Any]) -> Span:
+    def _begin_phase(
+        self, name: str, key: CheckpointId, started_at: float, values: Mapping[str, Any]
+    ) -> Span:
         trace_id, span_id = root_ids(self._run, *key)
         # The span `checkpoint` may come later or from another process; its trace id tells whether it is sampled.
         decision = self._provider.sampler.should_sample(Context(), trace_id, _ROOT).decision

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import StepRecord
 from holdfast.telemetry.causes import OTHER, cause_from
-from holdfast.telemetry.event_text import NOTICES, TROUBLES, truncate, event_text
+from holdfast.telemetry.event_text import NOTICES, TROUBLES, event_text, truncate
 from holdfast.telemetry.status_document import (
     CHECKPOINTS_MAX,
     LINES_MAX,
@@ -109,10 +109,14 @@ class StatusState:
         now = self._clock()
         match event:
             case "flush_began" | "recovered":
-                self._update_checkpoint(attempt, step, image_bytes=fields.get("image_bytes"), share=fields.get("share"))
+                self._update_checkpoint(
+                    attempt, step, image_bytes=fields.get("image_bytes"), share=fields.get("share")
+                )
             case "share_sealed" | "seal_read":
                 sealed = self._checkpoints.get(CheckpointId(attempt, step), {}).get("sealed", ())
-                self._update_checkpoint(attempt, step, sealed=tuple(sorted({*sealed, str(fields["share"])})), held="")
+                self._update_checkpoint(
+                    attempt, step, sealed=tuple(sorted({*sealed, str(fields["share"])})), held=""
+                )
             case "staged":
                 pgt1_seconds = float(fields["pgt1_seconds"])
                 self._update_checkpoint(
@@ -129,7 +133,9 @@ class StatusState:
                 self._on_durable(attempt, step, fields, now)
             case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
                 nonfinite = fields.get("nonfinite")
-                self._update_checkpoint(attempt, step, read_back=event, read_back_at_unix=now, nonfinite=nonfinite)
+                self._update_checkpoint(
+                    attempt, step, read_back=event, read_back_at_unix=now, nonfinite=nonfinite
+                )
             case "flush_held":
                 self._update_checkpoint(attempt, step, held=truncate(str(fields.get("message", "held"))))
             case "flush_resumed":
@@ -142,7 +148,9 @@ class StatusState:
                 self._declined.append(self._status_line(event, fields, step))
                 if event != "declined":
                     self._update_checkpoint(
-                        attempt, step, failed=truncate(str(fields.get("message") or fields.get("reason") or event))
+                        attempt,
+                        step,
+                        failed=truncate(str(fields.get("message") or fields.get("reason") or event)),
                     )
 
     def _on_durable(self, attempt: int, step: int, fields: Mapping[str, Any], now: float) -> None:
@@ -213,7 +221,9 @@ class StatusState:
                 interval_why=self._interval_why,
                 seen=self._failures,
                 resume="" if self._resume is None else self._resume.verdict.value,
-                resume_text="" if self._resume is None else truncate(self._resume.text, 4 * TEXT_CHARACTERS_MAX),
+                resume_text=""
+                if self._resume is None
+                else truncate(self._resume.text, 4 * TEXT_CHARACTERS_MAX),
             )
 
 

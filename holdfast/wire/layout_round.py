@@ -199,7 +199,11 @@ def _agree(proposals: Sequence[Proposal]) -> Agreement:
             )
         sums = [proposal.sums for proposal in proposals]
         region_numbers, members = _by_group(proposals)
-    proven = compare_replicas(table, dict(enumerate(sums))) if len(sums) > 1 and all(sums) else ReplicaProof("", ())
+    proven = (
+        compare_replicas(table, dict(enumerate(sums)))
+        if len(sums) > 1 and all(sums)
+        else ReplicaProof("", ())
+    )
     if proven.refusal:
         raise StateError(proven.refusal)
     patterns, split_rows = _build_patterns(table, proposals, region_numbers, members, sums)

@@ -109,7 +109,9 @@ def _element_count(row: Sequence[Any]) -> int:
     return 0 if row[1] == "bytes" else math.prod(row[2])
 
 
-def _refusal_message(table: Sequence[Sequence[Any]], split: Sequence[int], sums: Mapping[int, Sequence[int]]) -> str:
+def _refusal_message(
+    table: Sequence[Sequence[Any]], split: Sequence[int], sums: Mapping[int, Sequence[int]]
+) -> str:
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, crcs in sorted(sums.items()):
         groups.setdefault(tuple(crcs[place] for place in split), []).append(rank)

@@ -14,7 +14,16 @@ from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Pattern
 from holdfast.parse_cost import inflate_json
-from holdfast.wire.frames import WHOLE_MAX, Frame, Kind, encode, error_fields, json_body, to_json, whole_numbers
+from holdfast.wire.frames import (
+    WHOLE_MAX,
+    Frame,
+    Kind,
+    encode,
+    error_fields,
+    json_body,
+    to_json,
+    whole_numbers,
+)
 from holdfast.wire.held_regions import HeldRegions, held_rows
 from holdfast.wire.replica_proof import decode_sums, encode_sums
 from holdfast.wire.state_union import Stage, StateUnion

@@ -161,7 +161,9 @@ def _merge(union: Any, other: Any, where: str, rank: int) -> None:
         for number, (one, two) in enumerate(zip(union, other, strict=True)):
             _merge(one, two, f"{where}/{number}", rank)
     elif type(union) is not type(other):
-        raise StateError(f"rank {rank}: {where} is {_describe_node(other)}, and on rank 0 {_describe_node(union)}")
+        raise StateError(
+            f"rank {rank}: {where} is {_describe_node(other)}, and on rank 0 {_describe_node(union)}"
+        )
 
 
 def _reject_plain_values(node: Any, where: str, rank: int) -> None:

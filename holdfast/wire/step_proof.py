@@ -56,7 +56,9 @@ class ResumeProof(NamedTuple):
 def proof_frame(key: CheckpointId, content: Digest | ResumeProof, *, attempt: int) -> bytes:
     """Encode PROOF about checkpoint `key`: the digest of the first step after it, or the result of the resume."""
     part, body = (
-        (ProofPart.VERDICT, content.to_json()) if isinstance(content, ResumeProof) else (ProofPart.STEP, content)
+        (ProofPart.VERDICT, content.to_json())
+        if isinstance(content, ResumeProof)
+        else (ProofPart.STEP, content)
     )
     return wire.encode(
         Kind.PROOF,

@@ -125,7 +125,10 @@ class Cluster:
         live_count = len(live)
         subnets = tuple(dict.fromkeys(n.subnet for n in live if n.subnet)) or request.subnets
         missing = replace(
-            request, subnets=subnets, nodes=request.nodes - live_count, nodes_min=max(1, request.nodes_min - live_count)
+            request,
+            subnets=subnets,
+            nodes=request.nodes - live_count,
+            nodes_min=max(1, request.nodes_min - live_count),
         )
         order: Order | None = first_order(missing)
         refused = []
@@ -154,7 +157,8 @@ class Cluster:
         others = [
             node
             for node in self._cloud.nodes({"Store": self._file.store_url})
-            if node.is_live and any(node.tags.get(name) != value for name, value in self._file.identifying_tags.items())
+            if node.is_live
+            and any(node.tags.get(name) != value for name, value in self._file.identifying_tags.items())
         ]
         if others:
             names = ", ".join(
@@ -200,7 +204,9 @@ class Cluster:
         """Wait until these machines are running. EC2 lists a new machine only after a while."""
         deadline = self._clock() + seconds_max
         while True:
-            nodes = {node.id: node for node in self._cloud.nodes(self._file.identifying_tags) if node.role == role}
+            nodes = {
+                node.id: node for node in self._cloud.nodes(self._file.identifying_tags) if node.role == role
+            }
             ended = [i for i in ids if i in nodes and not nodes[i].is_live]
             if ended:
                 raise PeerLost(
@@ -287,7 +293,9 @@ class Cluster:
 
     def _generation(self) -> str:
         """Return the generation of live machines or of an interrupted `up`, else a new one, recorded before its use."""
-        live = [n.generation for n in self._cloud.nodes(self._file.identifying_tags) if n.is_live and n.generation]
+        live = [
+            n.generation for n in self._cloud.nodes(self._file.identifying_tags) if n.is_live and n.generation
+        ]
         if live:
             return max(live)
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, print_json, format_seconds, print_line, table
+from holdfast.command.output import console, format_seconds, json_option, print_json, print_line, table
 from holdfast.errors import BusyError, ConfigError
 from operator_side.commands import options as option
 
@@ -118,7 +118,11 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     )
     budget = _budget(options)
     file.settings_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    settings = {**dataclasses.asdict(request), "budget": dataclasses.asdict(budget), "slots": options["slots"]}
+    settings = {
+        **dataclasses.asdict(request),
+        "budget": dataclasses.asdict(budget),
+        "slots": options["slots"],
+    }
     file.settings_path.write_text(json.dumps(settings))
     raised = machines.up(request, budget, seconds_max=options["wait_seconds_max"])
     lines = _hostfile(raised.trainers, options)

@@ -13,7 +13,7 @@ import click
 
 from holdfast.command.converters import ComparedFile, StateComparison, TensorDifference, load_converter
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, escape_controls, print_json, print_line, table
+from holdfast.command.output import console, escape_controls, json_option, print_json, print_line, table
 from operator_side.commands.options import count, exit_codes, text
 from operator_side.commands.target import TARGET, Target
 

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, print_json, print_stderr, format_seconds, print_line, table
+from holdfast.command.output import (
+    console,
+    format_seconds,
+    json_option,
+    print_json,
+    print_line,
+    print_stderr,
+    table,
+)
 from holdfast.errors import ConfigError
 from operator_side.commands import options as option
 
@@ -198,7 +206,9 @@ def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
     print_line(f"files compared: {len(outcome.files)}, of which differ: {differing}")
     if outcome.constant:
         names = ", ".join(sorted(outcome.constant))
-        print_line(f"these values differ between the two runs although no kill changed them (not seeded?): {names}")
+        print_line(
+            f"these values differ between the two runs although no kill changed them (not seeded?): {names}"
+        )
     if outcome.measured:
         print_line(f"not compared, since a clock has measured it: {', '.join(sorted(outcome.measured))}")
     seen = outcome.samples
@@ -208,7 +218,9 @@ def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
         else f"samples: {seen.trained} trained on, {seen.skipped} skipped, {seen.repeated} repeated"
     )
     for counter in outcome.counters:
-        print_line(f"{counter}: no state_dict() has it; register it as a buffer if training uses it", "yellow")
+        print_line(
+            f"{counter}: no state_dict() has it; register it as a buffer if training uses it", "yellow"
+        )
     wrong = [f"kill {finding.kill.number}: {why}" for finding in outcome.findings for why in finding.wrong]
     for why in [*outcome.wrong, *wrong]:
         print_line(why, "red")

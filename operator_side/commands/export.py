@@ -81,12 +81,16 @@ def export(
     _print_result(store.url, manifest, kind, path, done, as_json=as_json)
 
 
-def _print_result(url: str, manifest: Manifest, kind: str, path: Path, done: ExportResult, *, as_json: bool) -> None:
+def _print_result(
+    url: str, manifest: Manifest, kind: str, path: Path, done: ExportResult, *, as_json: bool
+) -> None:
     if as_json:
         names = {"url": url, "step": manifest.step, "attempt": manifest.attempt, "format": kind}
         print_json({**names, "destination": str(path), **done._asdict()})
         return
-    print_line(f"{path}: step {manifest.step} as {kind}, {done.tensors} tensors, {done.nbytes} bytes, all checked")
+    print_line(
+        f"{path}: step {manifest.step} as {kind}, {done.tensors} tensors, {done.nbytes} bytes, all checked"
+    )
     for name, other in list(done.tied.items())[:_TIED_SHOWN]:
         print_line(f"  {name} is tied to {other}: the file has a copy of each")
     if len(done.tied) > _TIED_SHOWN:

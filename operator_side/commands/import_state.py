@@ -15,12 +15,12 @@ from holdfast.checkpoints.image_publishing import publish_image
 from holdfast.checkpoints.publish import ManifestFacts
 from holdfast.command.converters import ImportSource, load_converter
 from holdfast.command.examples import examples
-from holdfast.command.output import json_option, print_json, progress_bar, print_line
+from holdfast.command.output import json_option, print_json, print_line, progress_bar
 from holdfast.errors import ConfigError, DamageError
 from holdfast.faultpoint import identify
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, State
-from operator_side.commands.claimed import claimed, checkpoint_document, read_back
+from operator_side.commands.claimed import checkpoint_document, claimed, read_back
 from operator_side.commands.options import count, exit_codes, flag, text
 from operator_side.commands.target import URL, Target
 

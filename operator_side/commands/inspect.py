@@ -10,7 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.command.examples import examples
-from holdfast.command.output import format_age, console, json_option, escape_controls, print_json, format_seconds, format_size, table
+from holdfast.command.output import (
+    console,
+    escape_controls,
+    format_age,
+    format_seconds,
+    format_size,
+    json_option,
+    print_json,
+    table,
+)
 from holdfast.image.manifest import Manifest
 from operator_side.commands.options import flag
 from operator_side.commands.target import TARGET, Target

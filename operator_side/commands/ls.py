@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 
 import click
 
-from holdfast.checkpoints.best_finder import BestFinder, BestCheckpoint
+from holdfast.checkpoints.best_finder import BestCheckpoint, BestFinder
 from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import CatalogItem
 from holdfast.command.examples import examples
 from holdfast.command.output import (
-    format_age,
     console,
-    json_option,
     escape_controls,
-    print_json,
-    progress_bar,
-    print_line,
+    format_age,
     format_size,
+    json_option,
+    print_json,
+    print_line,
+    progress_bar,
     table,
 )
 from operator_side.commands.target import URL, Target
@@ -82,7 +82,9 @@ def ls(as_json: bool, target: Target) -> None:
         print_json({"url": listing.url, "checkpoints": documents, "old_slices": listing.old_slices})
 
 
-def _track_best(items: Iterator[CatalogItem], finder: BestFinder, branches: Branches) -> Iterator[CatalogItem]:
+def _track_best(
+    items: Iterator[CatalogItem], finder: BestFinder, branches: Branches
+) -> Iterator[CatalogItem]:
     for item in items:
         if branches.is_current(item.order):
             finder.add(item)

@@ -15,8 +15,8 @@ import click
 from holdfast import crc
 from holdfast.checkpoints.best_finder import find_best
 from holdfast.command.examples import examples
-from holdfast.command.output import json_option, print_json, progress_bar, print_line
-from holdfast.command.place import check_file_place, write_error, write_all
+from holdfast.command.output import json_option, print_json, print_line, progress_bar
+from holdfast.command.place import check_file_place, write_all, write_error
 from holdfast.errors import ConfigError, DamageError
 from holdfast.image.manifest import Manifest
 from holdfast.ring.pages import aligned_buffer

@@ -12,7 +12,13 @@ from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json, print_line
 from holdfast.command.place import check_file_place, write_all, write_atomically
 from holdfast.errors import StoreError, StoreMissing
-from operator_side.commands.options import DOLLARS_PER_HOUR, check_dollars_per_hour, exit_codes, file, force_flag
+from operator_side.commands.options import (
+    DOLLARS_PER_HOUR,
+    check_dollars_per_hour,
+    exit_codes,
+    file,
+    force_flag,
+)
 from operator_side.commands.target import URL, Target
 
 if TYPE_CHECKING:

@@ -11,11 +11,18 @@ from typing import Any, NamedTuple
 
 import click
 
-from holdfast.checkpoints.branches import REASON_CHARACTERS_MAX, SKIPS_MAX, Branches, Rewind, StepRange, format_ranges
+from holdfast.checkpoints.branches import (
+    REASON_CHARACTERS_MAX,
+    SKIPS_MAX,
+    Branches,
+    Rewind,
+    StepRange,
+    format_ranges,
+)
 from holdfast.checkpoints.catalog import CatalogItem, CatalogListing
-from holdfast.checkpoints.lease import find_possibly_live_writer, newest_attempt, find_local_writer
+from holdfast.checkpoints.lease import find_local_writer, find_possibly_live_writer, newest_attempt
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, escape_controls, print_json, print_line, table
+from holdfast.command.output import console, escape_controls, json_option, print_json, print_line, table
 from holdfast.errors import ConfigError, DamageError, FencedError, StoreMissing
 from holdfast.faultpoint import identify
 from holdfast.image.checkpoint_id import CheckpointId
@@ -111,7 +118,9 @@ def rewind(
         raise ConfigError(f"--reason: expected at most {REASON_CHARACTERS_MAX} characters, got {len(reason)}")
     ranges = _parse_ranges(skips)
     # Check before taking the lease, which uses up an attempt number; a job without a stager holds no lease.
-    if writer := find_local_writer(store) or (find_possibly_live_writer(store, _ANY_ATTEMPT) if dry_run else ""):
+    if writer := find_local_writer(store) or (
+        find_possibly_live_writer(store, _ANY_ATTEMPT) if dry_run else ""
+    ):
         raise FencedError(_busy_message(store, writer))
     plan = _plan(listing, to, ranges, reason, newest_attempt(store) + 1)
     if not dry_run:
@@ -236,7 +245,9 @@ def _print_result(url: str, plan: _RewindPlan, *, dry_run: bool) -> None:
         print_line(f"to undo it: holdfast rewind {url} --to {made.abandoned.label}")
 
 
-def _print_branches(listing: CatalogListing, plan: _RewindPlan | None, *, as_json: bool, dry_run: bool) -> None:
+def _print_branches(
+    listing: CatalogListing, plan: _RewindPlan | None, *, as_json: bool, dry_run: bool
+) -> None:
     branches = listing.branches or Branches()
     rows = _rows(branches, list(listing.items()))
     if as_json:

@@ -244,7 +244,11 @@ def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
 def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
     from holdfast.ring.directory import runtime_directory
     from holdfast.telemetry.event_files import EVENTS_NAME
-    from operator_side.commands.run_with_torchrun import check_options, print_multi_machine_commands, torchrun_job
+    from operator_side.commands.run_with_torchrun import (
+        check_options,
+        print_multi_machine_commands,
+        torchrun_job,
+    )
     from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
     from operator_side.supervise.kept_stager import KeptStager
     from operator_side.supervise.supervisor import job_environment
@@ -269,7 +273,9 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
             done = Verdict(Cause.DONE, "the job is done", "done", exit_code=0)
             verdict = _check_durable(done, job.newest_step, config.store)
             code, message = verdict.exit_code, verdict.message
-        cause = {0: Cause.DONE, RETRY_EXIT_CODE: Cause.STOPPED, INTERRUPTED: Cause.STOPPED}.get(code, Cause.CRASHED)
+        cause = {0: Cause.DONE, RETRY_EXIT_CODE: Cause.STOPPED, INTERRUPTED: Cause.STOPPED}.get(
+            code, Cause.CRASHED
+        )
         over = {"role": "supervisor", "event": "over", "cause": cause.value}
         notifier.notify({**over, "message": message or f"the job ended with exit code {code}"})
     if code and message:
@@ -294,7 +300,7 @@ def _print_failure(message: str, words: Sequence[str], logs: Path) -> None:
 
 
 def _fleet(options: dict[str, Any]) -> Fleet:
-    from operator_side.supervise.hosts import LocalFleet, HostFile, Slurm
+    from operator_side.supervise.hosts import HostFile, LocalFleet, Slurm
 
     chosen = [name for name in ("hosts", "slurm", "cluster") if options[name]]
     if len(chosen) > 1:

@@ -108,6 +108,8 @@ def print_multi_machine_commands(command: Sequence[str], store: str, options: di
         store=store,
         host=socket.gethostname(),
     )
-    print_stderr("holdfast run: all ranks are on this machine; on several machines, run in place of this command")
+    print_stderr(
+        "holdfast run: all ranks are on this machine; on several machines, run in place of this command"
+    )
     for place, line in lines:
         print_stderr(f"  {place}:\n    {line}")

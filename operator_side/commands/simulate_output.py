@@ -12,7 +12,7 @@ from holdfast.errors import ConfigError
 from holdfast.policy.advice import Advice
 from operator_side.simulate.strategy import HOUR_US
 from operator_side.simulate.study import Spread, Total
-from operator_side.simulate.study_plan import TraceResult, StudyPlan
+from operator_side.simulate.study_plan import StudyPlan, TraceResult
 
 _PER_DOLLAR_CELL = 1000  # iterations; the price of a single one is too small to read
 
@@ -63,7 +63,9 @@ def _show_best_intervals(one: TraceResult) -> None:
     console().print(rows)
     if one.on_demand_dollars is not None:
         dollars = _PER_DOLLAR_CELL * one.on_demand_dollars
-        print_line(f"on demand, without losses and checkpoints: ${dollars:.3f} per {_PER_DOLLAR_CELL} iterations")
+        print_line(
+            f"on demand, without losses and checkpoints: ${dollars:.3f} per {_PER_DOLLAR_CELL} iterations"
+        )
 
 
 def show_totals(plan: StudyPlan, totals: Sequence[Total]) -> None:
@@ -76,7 +78,9 @@ def show_totals(plan: StudyPlan, totals: Sequence[Total]) -> None:
     rows = table("STRATEGY", *heads, right=tuple(heads))
     for name in dict.fromkeys(total.strategy.name for total in totals):
         theirs = [total.hours for total in totals if total.strategy.name == name]
-        rows.add_row(escape_controls(name), *("never" if hours is None else _spread(hours, 1, 2) for hours in theirs))
+        rows.add_row(
+            escape_controls(name), *("never" if hours is None else _spread(hours, 1, 2) for hours in theirs)
+        )
     console().print(rows)
 
 

@@ -116,7 +116,9 @@ def _loss(status: RunStatus) -> Table:
         ("of all trainers", status.loss_trainers),
         ("and of the stager's node", status.loss_node),
     ):
-        rows.add_row(what, lost_steps(lost), format_seconds(lost.seconds), dollars(lost.dollars), resumes_from(lost))
+        rows.add_row(
+            what, lost_steps(lost), format_seconds(lost.seconds), dollars(lost.dollars), resumes_from(lost)
+        )
     return rows
 
 
@@ -129,7 +131,9 @@ def _ring(status: RunStatus, ascii_only: bool) -> list[RenderableType]:
         return [Text("this machine has no ring of the run", style="dim")]
     full, filling = ring.chunks.get("full", 0), ring.chunks.get("filling", 0)
     used = bar((full + filling) / ring.ring_chunks, ascii_only)
-    whole = f"{full + filling} of {ring.ring_chunks} chunks ({format_size(ring.chunk_bytes * ring.ring_chunks)})"
+    whole = (
+        f"{full + filling} of {ring.ring_chunks} chunks ({format_size(ring.chunk_bytes * ring.ring_chunks)})"
+    )
     return [Text(f"ring    {used} {whole}: {full} full, {filling} filling")]
 
 
@@ -228,7 +232,9 @@ def _declined(status: RunStatus) -> list[RenderableType]:
     return found
 
 
-def _event_lines(title: str, lines: Sequence[StatusLine], now_unix: float, shown: int) -> list[RenderableType]:
+def _event_lines(
+    title: str, lines: Sequence[StatusLine], now_unix: float, shown: int
+) -> list[RenderableType]:
     if not lines:
         return []
     more = f", {len(lines) - shown} earlier ones not shown" if len(lines) > shown else ""

@@ -12,7 +12,7 @@ import click
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.verification import VerifyReport, verify_file
 from holdfast.command.examples import examples
-from holdfast.command.output import json_option, print_json, progress_bar, print_line
+from holdfast.command.output import json_option, print_json, print_line, progress_bar
 from holdfast.errors import ConfigError, DamageError
 from holdfast.image.manifest import Manifest
 from operator_side.commands.options import count, exit_codes, flag

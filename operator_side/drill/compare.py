@@ -69,7 +69,9 @@ def compare(reference: Store, drilled: Store) -> list[FileComparison]:
         if want is None:
             continue
         if got is None or item.fault:
-            found.append(FileComparison(item.step, 0, item.name, (Difference(item.name, "good", item.fault),)))
+            found.append(
+                FileComparison(item.step, 0, item.name, (Difference(item.name, "good", item.fault),))
+            )
             continue
         all_ = list(differences(reference, want, drilled, got))
         measured = frozenset(_NUMBER.sub("*", each.path) for each in all_ if each.is_measured)
@@ -93,7 +95,9 @@ def differences(first: Store, want: Manifest, second: Store, got: Manifest) -> I
     pickles = _pickle(want), _pickle(got)
     if pickles[0].crc32 != pickles[1].crc32:
         before = read_values(_read(first, want, pickles[0]), source=want.file)
-        yield from _value_differences("", before, read_values(_read(second, got, pickles[1]), source=got.file))
+        yield from _value_differences(
+            "", before, read_values(_read(second, got, pickles[1]), source=got.file)
+        )
 
 
 def _tensor_differences(
@@ -109,7 +113,9 @@ def _tensor_differences(
         was = read_per_rank_values(_read(first, want, want.entries[one.entry]))
         became = read_per_rank_values(_read(second, got, got.entries[other.entry]))
         if was is not None and became is not None:
-            yield from _value_differences(f"{path}/", was, became)  # equal values in different bytes are the same state
+            yield from _value_differences(
+                f"{path}/", was, became
+            )  # equal values in different bytes are the same state
             return
     yield Difference(path, f"{_CRC}{_size_and_crc(want, one)[1]}", f"{_CRC}{_size_and_crc(got, other)[1]}")
 

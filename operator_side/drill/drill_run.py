@@ -66,7 +66,9 @@ class DrillRun:
         self.store, self.logs = folder / "store", folder / "logs"
         self.logs.mkdir(parents=True)
         self._output: IO[bytes] = (folder / "output.log").open("wb")
-        self._followers = {name: Follower(self.logs / f"{name}.jsonl") for name in ("diary", "events", "status")}
+        self._followers = {
+            name: Follower(self.logs / f"{name}.jsonl") for name in ("diary", "events", "status")
+        }
         self.lines: dict[str, list[dict[str, Any]]] = {name: [] for name in self._followers}
         own = {
             "HOLDFAST_EVENTS": str(self.logs / "events.jsonl"),

@@ -61,7 +61,12 @@ class Samples(NamedTuple):
 
 
 def examine_kills(
-    executed: Sequence[ExecutedKill], *, diary: Lines, events: Lines, status: Lines, files: Iterable[FileComparison]
+    executed: Sequence[ExecutedKill],
+    *,
+    diary: Lines,
+    events: Lines,
+    status: Lines,
+    files: Iterable[FileComparison],
 ) -> list[KillFinding]:
     findings = []
     for index, one in enumerate(executed):
@@ -69,7 +74,9 @@ def examine_kills(
         finding = KillFinding(one.kill)
         before = [line for line in diary if "step" in line and line["time"] <= one.killed_at]
         finding.last_step = max((int(line["step"]) for line in _newest_attempt(before)), default=-1)
-        staged = [line for line in events if _is_event(line, "staged", "stager") and line["time"] < one.killed_at]
+        staged = [
+            line for line in events if _is_event(line, "staged", "stager") and line["time"] < one.killed_at
+        ]
         finding.staged_step = max((int(line["step"]) for line in staged), default=-1)
         _add_recovery(finding, one, [line for line in status if one.killed_at <= line["time"] < following])
         if finding.resumed_from is None:
@@ -134,7 +141,11 @@ def _add_notice(finding: KillFinding, events: Lines) -> None:
         finding.notice = f"step {by_event['emergency_staged'].get('saved_step')} was saved because of it"
     else:
         reason = next(
-            (str(by_event[name].get("reason")) for name in ("emergency_failed", "emergency") if name in by_event),
+            (
+                str(by_event[name].get("reason"))
+                for name in ("emergency_failed", "emergency")
+                if name in by_event
+            ),
             "holdfast gave no answer",
         )
         finding.notice = f"nothing was saved: {reason}"

@@ -148,7 +148,7 @@ class KillSequence:
             if not self._has_answer and now < self._notice_at + self._notice_seconds:
                 return None
             return self._send_kill(kill)
-        if self._step < kill.after_step or now < self._stepped_at + kill.delay_fraction *  self._step_seconds:
+        if self._step < kill.after_step or now < self._stepped_at + kill.delay_fraction * self._step_seconds:
             return None
         if kill.notice:
             self._notice_at = now

@@ -169,7 +169,9 @@ def run_with_kills(
                 at = time.time()
                 report(f"kill {kill.number}: SIGKILL to {_describe_target(kill)}")
                 if not run.kill(kill) and notice_at is None:
-                    raise PeerLost(f"kill {kill.number}: no process of {kill.description} was found on this machine")
+                    raise PeerLost(
+                        f"kill {kill.number}: no process of {kill.description} was found on this machine"
+                    )
                 executed.append(ExecutedKill(kill, notice_at, at))
                 notice_at = None
         sleep_briefly(deadline)
@@ -202,7 +204,9 @@ def _is_notice_answer(line: Mapping[str, Any]) -> bool:
     return skipped or line.get("event") in _NOTICE_ANSWERS
 
 
-def _judge(outcome: DrillOutcome, executed: list[ExecutedKill], reference: DrillRun, drilled: DrillRun) -> None:
+def _judge(
+    outcome: DrillOutcome, executed: list[ExecutedKill], reference: DrillRun, drilled: DrillRun
+) -> None:
     first = executed[0].kill.after_step if executed else -1
     outcome.constant = constants(outcome.files, first)
     outcome.files = [
@@ -226,7 +230,9 @@ def _judge(outcome: DrillOutcome, executed: list[ExecutedKill], reference: Drill
     for kill in outcome.planned[len(executed) :]:
         outcome.wrong.append(f"kill {kill.number} ({kill.description}) never came: {why}")
     if not outcome.before:
-        explain_different_batches(outcome.findings, executed, reference.lines["diary"], drilled.lines["diary"])
+        explain_different_batches(
+            outcome.findings, executed, reference.lines["diary"], drilled.lines["diary"]
+        )
     for finding in outcome.findings:
         if finding.exact is None:
             finding.wrong.append(

@@ -71,7 +71,9 @@ class PageServer:
     def respond(self, host: str, target: str) -> tuple[HTTPStatus, Response]:
         """Answer a request for `target` with the Host header `host`."""
         if not _is_loopback(host):
-            return _text_response(HTTPStatus.FORBIDDEN, f"this page is served for {ADDRESS} and localhost only")
+            return _text_response(
+                HTTPStatus.FORBIDDEN, f"this page is served for {ADDRESS} and localhost only"
+            )
         path, _, query = target.partition("?")
         key, _, name = path.removeprefix("/").partition("/")
         if not hmac.compare_digest(key.encode(errors="replace"), self._key.encode()):
@@ -84,7 +86,9 @@ class PageServer:
         except HoldfastError as error:
             return _text_response(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         return (
-            _text_response(HTTPStatus.NOT_FOUND, "there is no such page") if found is None else (HTTPStatus.OK, found)
+            _text_response(HTTPStatus.NOT_FOUND, "there is no such page")
+            if found is None
+            else (HTTPStatus.OK, found)
         )
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

@@ -40,7 +40,9 @@ class RunLog:
             with contextlib.suppress(ConfigError):  # the log was rotated away at this moment
                 log = read_logs(path for path in self._paths if self._files(path))
                 self._facts = (
-                    gather_facts(self._run, log, dollars_per_hour=self._dollars_per_hour) if log.events else None
+                    gather_facts(self._run, log, dollars_per_hour=self._dollars_per_hour)
+                    if log.events
+                    else None
                 )
                 self._read_stat = stat
             self._next_read_at = self._clock() + _PAUSE_FACTOR * (self._clock() - began)

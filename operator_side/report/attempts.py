@@ -106,7 +106,9 @@ def _from_supervisor(event: LoggedEvent, attempts: list[ReportedAttempt]) -> Non
         _apply_supervisor_event(event, attempts[-1])
 
 
-def _new_attempt(event: LoggedEvent, before: Sequence[ReportedAttempt], *, is_supervised: bool) -> ReportedAttempt:
+def _new_attempt(
+    event: LoggedEvent, before: Sequence[ReportedAttempt], *, is_supervised: bool
+) -> ReportedAttempt:
     number, ranks = as_int(event.fields.get("attempt")), as_int(event.fields.get("ranks"))
     return ReportedAttempt(number or len(before) + 1, is_supervised, event.time, event.time, ranks)
 

@@ -33,7 +33,9 @@ _PART_COLOURS: dict[str, Colour] = {
 
 
 def timeline_chart(
-    attempts: Sequence[ReportedAttempt], rows: Sequence[CheckpointRow] = (), missed: Sequence[SkippedStep] = ()
+    attempts: Sequence[ReportedAttempt],
+    rows: Sequence[CheckpointRow] = (),
+    missed: Sequence[SkippedStep] = (),
 ) -> Chart:
     """Chart the attempts in one lane, each phase of checkpoints in one, and skipped and bad checkpoints in one."""
     bad = [(row.read_at_unix or row.durable_at_unix, row) for row in rows if row.state == "bad"]

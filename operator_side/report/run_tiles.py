@@ -73,7 +73,9 @@ def _interruptions(facts: RunFacts) -> Tile:
     if found[-1].recovery is None:
         note = "restarting" if _is_coming_back(facts) else "training did not resume"
     else:
-        note = f"back after {brief(max(one.down_seconds for one in found if one.recovery is not None))} at most"
+        note = (
+            f"back after {brief(max(one.down_seconds for one in found if one.recovery is not None))} at most"
+        )
     return Tile("interruptions", str(len(found)), note, "lost")
 
 

@@ -136,7 +136,9 @@ def stagers_needed(
     return math.ceil(image_bytes / (interval_seconds * min(one.rate, store_rate)))
 
 
-def smallest_machine(image_bytes: int, interval_seconds: float, store_rate: float = math.inf) -> Machine | None:
+def smallest_machine(
+    image_bytes: int, interval_seconds: float, store_rate: float = math.inf
+) -> Machine | None:
     """Return the smallest machine that is fast enough, preferably with memory for one image; None: none is."""
     fast = [one for one in STAGERS if stagers_needed(image_bytes, interval_seconds, one, store_rate) == 1]
     roomy = [one for one in fast if one.memory_bytes - _BESIDE_RING_BYTES >= image_bytes]

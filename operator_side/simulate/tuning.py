@@ -209,9 +209,7 @@ def _watch_setting(request: TuningRequest, measured: MeasuredCosts) -> Setting:
     fits = measured.staged_seconds is not None and measured.staged_seconds <= request.lead_seconds
     how = "fits into" if fits else "does not fit into"
     seconds = measured.durable_seconds if measured.staged_seconds is None else measured.staged_seconds
-    why = (
-        f"A checkpoint is safe after {seconds:g} s, which {how} the {request.lead_seconds:g} s of a notice."
-    )
+    why = f"A checkpoint is safe after {seconds:g} s, which {how} the {request.lead_seconds:g} s of a notice."
     return Setting("trainer", "watch", ["auto"], why)
 
 

@@ -123,7 +123,9 @@ class RingFiles:
             for chunk, nbytes in full.items()
             if not part_bytes or chunk * chunk_bytes // part_bytes not in parts
         )
-        return RingCheckpoint(attempt, step, record.state, image_bytes, ring_bytes, written_bytes, record.record)
+        return RingCheckpoint(
+            attempt, step, record.state, image_bytes, ring_bytes, written_bytes, record.record
+        )
 
     def _size(self, digest: str) -> int | None:
         if digest not in self._image_bytes:

@@ -103,7 +103,9 @@ class RunWatch:
                 notes.append(f"the next job publishes the staged checkpoints in the ring; or run {command}")
         self._has_polled = True
         others = self._read_other_shares(notes)
-        found = RunEvidence(flusher, stager, flusher_document, stager_document, ring, others, self._stored, notes)
+        found = RunEvidence(
+            flusher, stager, flusher_document, stager_document, ring, others, self._stored, notes
+        )
         name = self._url or f"run key {self.directory.name}"
         return compose(name, self._clock(), found, dollars_per_hour=self._dollars_per_hour)
 

@@ -37,13 +37,18 @@ class ShareProgress:
 
 
 def share_progress(
-    key: CheckpointId, ring: RingSnapshot | None, document: StatusDocument | None, others: Iterable[ShareSnapshot]
+    key: CheckpointId,
+    ring: RingSnapshot | None,
+    document: StatusDocument | None,
+    others: Iterable[ShareSnapshot],
 ) -> tuple[ShareProgress, ...]:
     """Return the shares of one checkpoint, in order; () with one stager. `ring`, `document`: of the run's directory,
     which is the first share's, or that of the only share on this machine.
     """
     others = list(others)
-    rows = [row for one in (document, *(other.flusher_document for other in others)) for row in _rows(one, key)]
+    rows = [
+        row for one in (document, *(other.flusher_document for other in others)) for row in _rows(one, key)
+    ]
     numbers = [number for row in rows if (number := _parse_share(row.share)) is not None]
     if not numbers:
         return ()

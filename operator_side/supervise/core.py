@@ -29,26 +29,26 @@ from operator_side.supervise.record import AttemptRecord
 from operator_side.supervise.resumption import Resumption
 from operator_side.supervise.supervisor_messages import (
     Action,
+    AllJoined,
     ClockTick,
-    ProcessExited,
     Event,
-    MpirunExited,
     Finish,
     HostsSeen,
-    AllJoined,
-    RetainCheckpoint,
     KillAttempt,
     Launch,
-    PollFleet,
+    MpirunExited,
     Note,
-    RankNoticed,
+    PollFleet,
+    ProcessExited,
     ProcessStarted,
     RankDead,
+    RankNoticed,
     RankRestored,
     RankSilence,
-    ResumeCompared,
-    StepDurable,
     RankStepped,
+    ResumeCompared,
+    RetainCheckpoint,
+    StepDurable,
     StepStaged,
     Stop,
     Terminate,
@@ -111,7 +111,9 @@ class Core:
                 return self._handle_exit(status, now)
             case ResumeCompared(_, step, proof):
                 is_warning = proof.verdict is ProofVerdict.DIFFERS
-                return [Note("resume_proof", proof.text, {"step": step, **proof.to_json()}, is_warning=is_warning)]
+                return [
+                    Note("resume_proof", proof.text, {"step": step, **proof.to_json()}, is_warning=is_warning)
+                ]
             case ClockTick():
                 return self._handle_tick(now)
             case _:
@@ -129,7 +131,9 @@ class Core:
                 attempt.rank_hosts[rank] = host
             case AllJoined() if attempt.record_joined():
                 return self._record_mark("joined", "all ranks and stagers have joined", {}, now)
-            case RankRestored(rank, step, of_attempt, fallback) if attempt.record_rank(attempt.restored, rank):
+            case RankRestored(rank, step, of_attempt, fallback) if attempt.record_rank(
+                attempt.restored, rank
+            ):
                 fields = {"step": step}
                 self.newest_step = max(self.newest_step, step)  # a step from a ring may not be durable
                 if step >= 0 and of_attempt > 0:
@@ -159,7 +163,9 @@ class Core:
 
     def _handle_death(self, attempt: AttemptRecord, event: ProcessExited, now: float) -> list[Action]:
         by_supervisor = self.phase is SupervisorPhase.ENDING
-        death = Death(event.rank, event.status, event.exception, by_supervisor, out_of_memory=event.out_of_memory)
+        death = Death(
+            event.rank, event.status, event.exception, by_supervisor, out_of_memory=event.out_of_memory
+        )
         attempt.deaths.append(death)
         has_lost_stagers = event.rank >= attempt.ranks and attempt.stagers_ended()
         if attempt.first_death_at is not None or not (event.status or has_lost_stagers):
@@ -280,7 +286,10 @@ class Core:
                 return []  # the fleet watch keeps looking, and keeps requesting hosts
             self._has_logged_waiting = True
             message = f"there are hosts for {ranks} ranks, and at least {limits.ranks_min} are needed; waiting for more"
-            return [Note("waiting", message, {"ranks": ranks}, is_warning=True), PollFleet(limits.ranks - ranks)]
+            return [
+                Note("waiting", message, {"ranks": ranks}, is_warning=True),
+                PollFleet(limits.ranks - ranks),
+            ]
         self._attempt = AttemptRecord(self._next_attempt, ranks, placed, now, limits.stagers)
         self._resumption.record_mark("launched", now)
         self._next_attempt += 1

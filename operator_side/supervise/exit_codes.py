@@ -114,7 +114,9 @@ def decide_exit_code(outcome: CommandOutcome, *, restarts_max: int) -> ExitDecis
         return ExitDecision(verdict.exit_code, f"{why}: {verdict.message}")
     # 75 needs a preemption, which others report, or another wrapper's 75, or a job that has joined: a job that never
     # joins must not be restarted forever.
-    is_transient = verdict.cause is Cause.PREEMPTED or any(death.status == RETRY_EXIT_CODE for death in deaths)
+    is_transient = verdict.cause is Cause.PREEMPTED or any(
+        death.status == RETRY_EXIT_CODE for death in deaths
+    )
     if is_transient or job.joined:
         return ExitDecision(RETRY_EXIT_CODE, verdict.message)
     return ExitDecision(verdict.exit_code, f"{verdict.message}, before it had joined the job")
@@ -148,7 +150,9 @@ def _deaths(outcome: CommandOutcome, job: _Job) -> tuple[Death, ...]:
         status = _SHELL_SIGNALED - status
     ended = [one for one in job.ranks.values() if one.exception]
     if not ended:
-        return (_death(_Failure(min(one.rank for one in job.ranks.values()), status, outcome.pid), job, outcome),)
+        return (
+            _death(_Failure(min(one.rank for one in job.ranks.values()), status, outcome.pid), job, outcome),
+        )
     return tuple(_death(_Failure(one.rank, max(status, 1), one.pid), job, outcome) for one in ended)
 
 
@@ -179,7 +183,9 @@ def _death(failure: _Failure, job: _Job, outcome: CommandOutcome) -> Death:
     else:
         lost_peer = is_lost_peer(exception.rpartition(".")[2], text)
     lost_peer |= failure.status == RETRY_EXIT_CODE
-    return Death(failure.rank, failure.status, exception, failure.ended_by_torchrun, lost_peer, outcome.out_of_memory)
+    return Death(
+        failure.rank, failure.status, exception, failure.ended_by_torchrun, lost_peer, outcome.out_of_memory
+    )
 
 
 def _job(reports: Sequence[dict[str, Any]]) -> _Job:

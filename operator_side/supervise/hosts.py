@@ -92,7 +92,9 @@ class HostFile(Fleet):
     def list_hosts(self) -> tuple[Host, ...]:
         hosts = self.read()
         with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="probe") as probes:
-            reachable = list(probes.map(lambda host: is_local_host(host.name) or self._is_reachable(host.name), hosts))
+            reachable = list(
+                probes.map(lambda host: is_local_host(host.name) or self._is_reachable(host.name), hosts)
+            )
         return tuple(host for host, is_reachable in zip(hosts, reachable, strict=True) if is_reachable)
 
     def _is_reachable(self, host: str) -> bool:

@@ -56,7 +56,9 @@ def parse_report(text: str) -> messages.Report | None:
         if kind == "began":
             return messages.ProcessStarted(rank, str(fields["host"])[:255])
         if kind == "ended" and type(fields["status"]) is int:
-            return messages.ProcessExited(rank, fields["status"], out_of_memory=fields.get("out_of_memory") is True)
+            return messages.ProcessExited(
+                rank, fields["status"], out_of_memory=fields.get("out_of_memory") is True
+            )
         if kind == "stepped" and type(fields["step"]) is int:
             return messages.RankStepped(rank, fields["step"])
         if kind == "proof" and type(fields["step"]) is int:
@@ -65,7 +67,10 @@ def parse_report(text: str) -> messages.Report | None:
             attempt, fallback = fields.get("attempt", 0), fields.get("before")
             if type(attempt) is int:
                 return messages.RankRestored(
-                    rank, fields["step"], attempt, None if fallback is None else CheckpointId.from_label(fallback)
+                    rank,
+                    fields["step"],
+                    attempt,
+                    None if fallback is None else CheckpointId.from_label(fallback),
                 )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass

@@ -34,14 +34,18 @@ class RestartPolicy:
         self.restarts = self._same_ends = 0
         self._signature = ""
 
-    def final_verdict(self, verdict: Verdict, *, progressed: bool, may_set_aside: bool = False) -> Verdict | None:
+    def final_verdict(
+        self, verdict: Verdict, *, progressed: bool, may_set_aside: bool = False
+    ) -> Verdict | None:
         """Count an attempt; return the verdict that ends the run, or None to restart. `may_set_aside`: the checkpoint
         may be to blame, so an equal crash does not end the run yet.
         """
         if progressed:
             self.restarts = self._same_ends = 0
         self.restarts += 1
-        self._same_ends = self._same_ends + 1 if verdict.signature == self._signature and self._same_ends else 1
+        self._same_ends = (
+            self._same_ends + 1 if verdict.signature == self._signature and self._same_ends else 1
+        )
         self._signature = verdict.signature
         why = self._reason_to_stop(verdict, progressed, may_set_aside)
         return replace(verdict, message=f"{why}: {verdict.message}") if why else None
@@ -49,12 +53,18 @@ class RestartPolicy:
     def _reason_to_stop(self, verdict: Verdict, progressed: bool, may_set_aside: bool) -> str:
         if verdict.cause is Cause.CRASHED and verdict.is_permanent and not progressed:
             return "a setting or the state is wrong, and a restart cannot help"
-        if verdict.cause is Cause.CRASHED and self._same_ends >= self._limits.crashes_max and not may_set_aside:
+        if (
+            verdict.cause is Cause.CRASHED
+            and self._same_ends >= self._limits.crashes_max
+            and not may_set_aside
+        ):
             times = f"{self._same_ends} times in a row"
             return f"the same crash {times} without a newer checkpoint: a bug, not a preemption"
         if verdict.cause is Cause.UNLAUNCHED and self._same_ends > self._limits.crashes_max:
             return f"no process began {self._same_ends} times in a row: mpirun's output above names the option or host"
-        return "" if self.restarts <= self._limits.restarts_max else describe_no_progress(verdict, self.restarts)
+        return (
+            "" if self.restarts <= self._limits.restarts_max else describe_no_progress(verdict, self.restarts)
+        )
 
 
 def describe_no_progress(verdict: Verdict, attempts: int) -> str:

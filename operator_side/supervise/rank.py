@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from holdfast.process import count_oom_kills, set_parent_death_signal
-from holdfast.supervised import own_rank, emit
+from holdfast.supervised import emit, own_rank
 
 TRAINER, STAGER = "trainer", "stager"
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # a shell's exit codes

@@ -60,7 +60,9 @@ class ProcessExited(NamedTuple):
     out_of_memory: bool = False  # see `Death`
 
 
-Report = ProcessStarted | ProcessExited | RankRestored | RankStepped | ResumeCompared  # from a process, about itself
+Report = (
+    ProcessStarted | ProcessExited | RankRestored | RankStepped | ResumeCompared
+)  # from a process, about itself
 
 
 class MpirunExited(NamedTuple):

@@ -59,7 +59,9 @@ class Suspicion:
         if key is None or fallback is None or attempt.staged_step >= 0:
             self._suspect, self._crashes = None, 0
             return None
-        if self._in_a_row >= self._in_a_row_max or (self._has_caught_up and verdict.signature == self._signature):
+        if self._in_a_row >= self._in_a_row_max or (
+            self._has_caught_up and verdict.signature == self._signature
+        ):
             return None
         suspect = (key, verdict.signature)
         self._crashes = self._crashes + 1 if suspect == self._suspect else 1

@@ -75,7 +75,9 @@ class Death:
 
     @property
     def is_own_fault(self) -> bool:
-        return (self.status > 0 or (self.status < 0 and -self.status in _OWN_FAULTS)) and not self.by_supervisor
+        return (
+            self.status > 0 or (self.status < 0 and -self.status in _OWN_FAULTS)
+        ) and not self.by_supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,9 @@ def _killed(evidence: Evidence) -> Verdict | None:
 def _ended_by_supervisor(evidence: Evidence) -> Verdict | None:
     if not evidence.give_up_reason:
         return None
-    lost = Verdict(Cause.LOST, evidence.give_up_reason, f"lost {evidence.give_up_reason.split(':')[0]}", None, 9)
+    lost = Verdict(
+        Cause.LOST, evidence.give_up_reason, f"lost {evidence.give_up_reason.split(':')[0]}", None, 9
+    )
     return _crashed(evidence) or lost  # a process may have crashed before the supervisor ended the others
 
 

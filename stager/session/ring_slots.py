@@ -53,7 +53,9 @@ class RingSlots:
     def holding(self, step: int) -> tuple[int, ...]:
         """The flusher's slots with chunks of `step`, lowest chunk first."""
         chunks = sorted(
-            (held[1], slot) for slot, held in self.flusher_slots.items() if held is not None and held[0] == step
+            (held[1], slot)
+            for slot, held in self.flusher_slots.items()
+            if held is not None and held[0] == step
         )
         return tuple(slot for _, slot in chunks)
 

@@ -350,7 +350,11 @@ class Session:
             return
         if divergence is not None and self._replicas.is_new(divergence):
             self._actions.append(Diverged(checkpoint.step, divergence.message, divergence.to_json()))
-        drift = divergence.message if divergence is not None else self._replicas.describe_unresolved(checkpoint.step)
+        drift = (
+            divergence.message
+            if divergence is not None
+            else self._replicas.describe_unresolved(checkpoint.step)
+        )
         checkpoint.phase = Phase.STAGED
         self._actions.append(MarkStaged(checkpoint.step, layout, checkpoint.records, drift))
 

@@ -242,7 +242,8 @@ def _resume(
     """Resume the upload as the next process would."""
     assert upload.token is not None
     return S3Store(place.bucket, "run").resume(
-        "step-000000001.pt", InterruptedUpload(len(_IMAGE), upload.part_bytes, write_id, upload.token, crc32s or {})
+        "step-000000001.pt",
+        InterruptedUpload(len(_IMAGE), upload.part_bytes, write_id, upload.token, crc32s or {}),
     )
 
 

@@ -235,7 +235,8 @@ def test_questions_about_the_ring_that_nobody_hears_answered_keep_two_answers(
         assert _resident_bytes() - before < 6 * ANSWER_BYTES_MAX
         with pytest.raises(ProtocolError, match=f"expected at most {ANSWER_BYTES_MAX}"):
             fetches.handle(
-                0, Frame(Kind.FETCH, 1, 7, 0, FetchKind.BYTES, 1, to_json({"offset": 0, "nbytes": chunk_bytes}))
+                0,
+                Frame(Kind.FETCH, 1, 7, 0, FetchKind.BYTES, 1, to_json({"offset": 0, "nbytes": chunk_bytes})),
             )
 
 

@@ -189,7 +189,9 @@ def test_jobs_of_one_stager_are_counted_whatever_machine_they_are_started_on(
             "--restarts-max", "1", "--", *command, runtime=out, HOLDFAST_STAGER=standing, CODED_KILLS="1"
         )
 
-    for number, (how, code) in enumerate([("early", RETRY_EXIT_CODE), ("early", 137), ("pause", RETRY_EXIT_CODE)]):
+    for number, (how, code) in enumerate(
+        [("early", RETRY_EXIT_CODE), ("early", 137), ("pause", RETRY_EXIT_CODE)]
+    ):
         done = run(number, how)
         assert done.returncode == code, done.stderr
         if code == 137:

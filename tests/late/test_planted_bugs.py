@@ -25,7 +25,9 @@ _AFTER, _LATER = 200, 201  # no tensor is filled with these before a save
 
 _ARRIVES = "            transfer.event.synchronize()\n"
 _READ = "            read(transfer.batch)\n"
-_PUT_BACK = "            if transfer.parcel is not None:\n                transfer.parcel.restore_holes(area)\n"
+_PUT_BACK = (
+    "            if transfer.parcel is not None:\n                transfer.parcel.restore_holes(area)\n"
+)
 _SEND = "            transfer.parcel.send(transfer.memory, area)\n"
 _TAKE = "        with self.on_own_stream(None):\n            return self"
 _TAKE_AGAIN = "        with self.on_own_stream(None):\n            refill_all"

@@ -14,7 +14,9 @@ _PROFILE = TrainingProfile(
     source="made up",
     iteration_seconds=0.1,
     restart_seconds=5.0,
-    strategies={"torch.save+fsync": MeasuredCosts(stall_seconds=0.5, durable_seconds=0.5, restore_seconds=1.0)},
+    strategies={
+        "torch.save+fsync": MeasuredCosts(stall_seconds=0.5, durable_seconds=0.5, restore_seconds=1.0)
+    },
 )
 
 

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from flusher.engine import Engine
-from flusher.recovery import resolve_checkpoints, adopt_staged
+from flusher.recovery import adopt_staged, resolve_checkpoints
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.checkpoint_record import CheckpointRecord

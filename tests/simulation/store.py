@@ -192,7 +192,8 @@ class StoreClient:
             if state.kind == "opaque":
                 raise StoreError(f"{URL}/{name}: this store cannot resume an upload")
             mine = (
-                state.owners.get(name) == interrupted.write_id and len(state.objects.get(name, b"")) == interrupted.nbytes
+                state.owners.get(name) == interrupted.write_id
+                and len(state.objects.get(name, b"")) == interrupted.nbytes
             )
             upload = state.uploads.get(interrupted.token)
             if not mine and (upload is None or upload.write_id != interrupted.write_id):
@@ -202,7 +203,13 @@ class StoreClient:
                     if index in upload.parts and zlib.crc32(upload.parts[index]) != crc:
                         del upload.parts[index]
             return SimUpload(
-                self, name, interrupted.nbytes, interrupted.part_bytes, interrupted.write_id, interrupted.token, published=mine
+                self,
+                name,
+                interrupted.nbytes,
+                interrupted.part_bytes,
+                interrupted.write_id,
+                interrupted.token,
+                published=mine,
             )
 
         return self.act("resume", name, find)

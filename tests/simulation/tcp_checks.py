@@ -114,7 +114,9 @@ class TcpChecks:
             )
         self._world.payload_lands(rank, header.slot, sent.what)
 
-    def payload_landed(self, port: TcpTrainersPort, rank: int, header: PayloadHeader, target: PayloadTarget) -> None:
+    def payload_landed(
+        self, port: TcpTrainersPort, rank: int, header: PayloadHeader, target: PayloadTarget
+    ) -> None:
         """The whole payload was written."""
         sent = self._sent(port, rank, header)
         sent.landed = True

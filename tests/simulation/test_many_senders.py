@@ -20,7 +20,7 @@ from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Region
 from holdfast.ring.journal import SOURCES_INSIDE_MAX, SlotState
-from holdfast.ring.remains import held_checkpoints, decode_held, encode_held
+from holdfast.ring.remains import decode_held, encode_held, held_checkpoints
 from holdfast.ring.ring import Ring
 from stager.previous_jobs import PreviousJobs
 from stager.session.session_messages import Action, Done, FillSlot, MarkFull, MarkStaged, Received, Sent

@@ -32,9 +32,7 @@ def test_a_staged_checkpoint_is_restored_while_the_store_takes_nothing(tmp_path:
         assert [one["store_requests"] for one in found] == [0, 0]
         assert all(one["sources"].keys() == {RING} for one in found)
         with Ring.attach(machine.directory) as ring:
-            assert [step for _, step in ring.checkpoint_ids()] == [3], (
-                "it waits for the store all the while"
-            )
+            assert [step for _, step in ring.checkpoint_ids()] == [3], "it waits for the store all the while"
     finally:
         flusher.kill()
     assert [path.name for path in store.glob("step-*[0-9].json")] == ["step-000000002.json"]

@@ -21,7 +21,7 @@ from holdfast.image.slices import SliceSeal, area_bytes, frames_of
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from tests.support.checkpoints import manifest_of
 from tests.unit.trainer_side.assemble import assembled, make_plan, sent, taken
-from trainer_side.tiers.tier import SealedSlice, Nearness, Tier
+from trainer_side.tiers.tier import Nearness, SealedSlice, Tier
 
 __all__ = ["Checkpoint", "DictTier", "checkpoint", "keep"]
 

@@ -63,7 +63,9 @@ class Contents:
             if only is None or at.partition("/")[0] == only
         }
         is_tensor = isinstance(self.tree, torch.Tensor)
-        self.tensors: list[NamedTensor] = [NamedTensor("", self.tree)] if is_tensor else tensor_paths(self.tree)
+        self.tensors: list[NamedTensor] = (
+            [NamedTensor("", self.tree)] if is_tensor else tensor_paths(self.tree)
+        )
         self._entries = {
             storage.data_ptr(): index
             for index, storage in self._structure.storages.items()

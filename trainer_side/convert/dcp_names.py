@@ -41,6 +41,8 @@ def read_names(folder: Path) -> DcpNames:
         raw = path.read_bytes()
         check_cost(json_cost(raw), len(raw), PLAIN_FACTOR)
         document = json.loads(raw)
-        return DcpNames(None if document["only"] is None else str(document["only"]), from_rows(document["names"]))
+        return DcpNames(
+            None if document["only"] is None else str(document["only"]), from_rows(document["names"])
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamageError(f"{path}: the names of parameters cannot be read: {error!r:.200}") from error

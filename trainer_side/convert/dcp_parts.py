@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from holdfast.errors import DamageError
 from holdfast.image.regions import Pattern, Region
 from trainer_side.convert.contents import bytes_of
-from trainer_side.convert.dcp_claims import file_part, describe_part
+from trainer_side.convert.dcp_claims import describe_part, file_part
 from trainer_side.state.pickle_bounds import NOT_READABLE
 
 _STORAGE = "data/0"  # where torch.save puts the bytes of a tensor alone

@@ -66,7 +66,9 @@ class StateImage:
                 begin = segment.offset - extent.offset
                 entry_offset = segment.offset - self.layout.entries[segment.entry].offset
                 self._write(
-                    segment.entry, Extent(entry_offset, segment.nbytes), memory[begin : begin + segment.nbytes]
+                    segment.entry,
+                    Extent(entry_offset, segment.nbytes),
+                    memory[begin : begin + segment.nbytes],
                 )
 
     def _write(self, entry: int, part: Extent, out: memoryview) -> None:

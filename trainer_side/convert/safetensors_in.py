@@ -86,7 +86,9 @@ def _reject_overlaps(header: dict[str, Any]) -> None:
 
 def _tensor(memory: mmap.mmap, base: int, entry: Any) -> torch.Tensor:
     dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
-    if len(entry["shape"]) > _DIMENSIONS_MAX or any(not 0 <= extent < _EXTENT_END for extent in entry["shape"]):
+    if len(entry["shape"]) > _DIMENSIONS_MAX or any(
+        not 0 <= extent < _EXTENT_END for extent in entry["shape"]
+    ):
         raise ValueError(f"a tensor of {len(entry['shape'])} dimensions, {entry['shape']!r:.80}")
     shape = [int(extent) for extent in entry["shape"]]
     count = math.prod(shape)

@@ -90,7 +90,9 @@ def compare(a: ComparedFile, b: ComparedFile, *, only: str | None, quiet: bool) 
                 found.append(difference)
             advance(first.numel())
     differing_values = [
-        (path, _describe_value(first), _describe_value(second)) for path, first, second in values if not _is_same(first, second)
+        (path, _describe_value(first), _describe_value(second))
+        for path, first, second in values
+        if not _is_same(first, second)
     ]
     return StateComparison(
         [path for path in one.leaves if path not in other.leaves],

@@ -72,7 +72,9 @@ class ResumableDraw(PerRank, Generic[_P, _Batch]):
 
     def __init__(self, draw: Callable[_P, _Batch]) -> None:
         if not callable(draw):
-            raise StateError(f"ResumableDraw: expected a function that draws a batch, got {describe_value(draw)}")
+            raise StateError(
+                f"ResumableDraw: expected a function that draws a batch, got {describe_value(draw)}"
+            )
         self._draw, self._generators, self._in_hand = draw, RngState(), _BatchInHand()
         super().__init__(self._in_hand)
 

@@ -22,7 +22,7 @@ import torch
 from holdfast import supervised as diary
 from holdfast.errors import StateError
 from trainer_side.data.permutation import Permutation
-from trainer_side.data.skipped_samples import SkippedSamples, StepSizeCounter, StepSize
+from trainer_side.data.skipped_samples import SkippedSamples, StepSize, StepSizeCounter
 from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.data_place import DataPlace
 from trainer_side.state.rng import isolated_rng

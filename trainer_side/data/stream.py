@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from holdfast.errors import StateError
-from trainer_side.data.skipped_samples import SkippedSamples, StepSizeCounter, StepSize
+from trainer_side.data.skipped_samples import SkippedSamples, StepSize, StepSizeCounter
 from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.data_place import DataPlace
 from trainer_side.state.rng import isolated_rng
@@ -85,7 +85,9 @@ class ResumableStream(DataPlace):
         if self._step_size.size is not None:
             state["step"] = list(self._step_size.size)
         if skipped := self._skipped.spans_after(self._samples_read):
-            state["skipped"] = [[max(0, first - self._samples_read), end - self._samples_read] for first, end in skipped]
+            state["skipped"] = [
+                [max(0, first - self._samples_read), end - self._samples_read] for first, end in skipped
+            ]
         return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

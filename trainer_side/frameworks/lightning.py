@@ -27,7 +27,12 @@ from typing_extensions import override
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.frameworks.missing import ReloadableRngState, missing_framework, numbered, reject_taken_names
+from trainer_side.frameworks.missing import (
+    ReloadableRngState,
+    missing_framework,
+    numbered,
+    reject_taken_names,
+)
 from trainer_side.opaque import opaque_methods
 from trainer_side.ranks.distributed import init_torch_distributed
 from trainer_side.ranks.joined import join_world
@@ -185,7 +190,9 @@ class HoldfastCallback(Checkpoint):
         own, rng = _state(trainer, pl_module, self), {"rng": PerRank(self._random)}
         reject_taken_names({**own, **rng}, self._extra_state)
         before = signal.getsignal(signal.SIGTERM)
-        self.checkpointer = Checkpointer({**own, **self._extra_state, **rng}, config=self._config, every=self._every)
+        self.checkpointer = Checkpointer(
+            {**own, **self._extra_state, **rng}, config=self._config, every=self._every
+        )
         handler = signal.getsignal(signal.SIGTERM)
         self._notice_handler = None if handler == before else handler
         self.checkpointer.restore()

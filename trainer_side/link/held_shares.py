@@ -46,7 +46,9 @@ class HeldShares:
         """Fail the shares whose deadline has passed; later steps keep waiting."""
         now = self._clock()
         expired = [one for one in self._held if now > self._deadlines[one.transfer.step]]
-        self._fail(expired, PeerLost(f"{self._error}; not reached again within {LOST_STAGER_SECONDS_MAX:g} s"))
+        self._fail(
+            expired, PeerLost(f"{self._error}; not reached again within {LOST_STAGER_SECONDS_MAX:g} s")
+        )
 
     def fail_all(self, error: HoldfastError) -> None:
         self._fail(self._held, error)

@@ -108,7 +108,9 @@ class Link:
         self._leaving = self._has_thread_died = False
         self._closed = False
         self._cancel_at_exit: Callable[[], None] = lambda: None
-        self._thread = BackgroundThread("holdfast-link", self._run, rank=rank, task=_TASK, on_death=self._on_thread_death)
+        self._thread = BackgroundThread(
+            "holdfast-link", self._run, rank=rank, task=_TASK, on_death=self._on_thread_death
+        )
         self._thread.start()
 
     def _open_session(self, greeted: GreetedStager) -> StagerSession:
@@ -270,7 +272,9 @@ class Link:
             self._rejoining.end()
         self._session.outbox.close()
         self._held.fail_all(PeerLost(f"rank {self.job.rank}: the link was closed while the stager was lost"))
-        self._session.requests.fail_all(self.job.problem or PeerLost(f"rank {self.job.rank}: the link is closed"))
+        self._session.requests.fail_all(
+            self.job.problem or PeerLost(f"rank {self.job.rank}: the link is closed")
+        )
         lost = isinstance(self.job.problem, PeerLost) and not isinstance(self.job.problem, ThreadDied)
         self._session.port.disconnect(0.0 if self.job.problem else _DISCONNECT_SECONDS_MAX, lost=lost)
 
@@ -339,7 +343,9 @@ class Link:
         if isinstance(error, ThreadDied):
             what = f"the link to {self.name} is broken"
         if self._fallback_text and will_rejoin:
-            consequence = f"nothing goes to it until it is reached again; training goes on, and {self._fallback_text}"
+            consequence = (
+                f"nothing goes to it until it is reached again; training goes on, and {self._fallback_text}"
+            )
         elif self._fallback_text:
             consequence = f"nothing more of this job goes to it; training goes on, and {self._fallback_text}"
         elif will_rejoin:
@@ -387,7 +393,9 @@ class Link:
             found.tries,
             attempt,
         )
-        newest_passed = self._newest_step  # the training thread offers the next one as soon as `problem` is cleared
+        newest_passed = (
+            self._newest_step
+        )  # the training thread offers the next one as soon as `problem` is cleared
         # After log and event: a thread that sees the link alive finds both.
         self.job.mark_recovered()
         # In the order of their steps. Ranks reconnect one by one: end at once a step of the others that this rank has

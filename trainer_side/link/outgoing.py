@@ -147,7 +147,11 @@ class Outgoing:
                 self._is_done_sent = moved = True
                 reach(Point.SLICE_SENT)
                 self._send_done(port, attempt)
-        if not self._sending and (self._is_done_sent or transfer.state.is_final) and not transfer.released.is_set():
+        if (
+            not self._sending
+            and (self._is_done_sent or transfer.state.is_final)
+            and not transfer.released.is_set()
+        ):
             moved = True
             if transfer.state in {TransferState.OFFERED, TransferState.SENDING}:
                 transfer.set_state(TransferState.SENT)

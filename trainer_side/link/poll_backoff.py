@@ -38,7 +38,11 @@ class PollBackoff:
     """
 
     def __init__(self, outbox: Outbox, clock: Callable[[], float], processes_per_core: float) -> None:
-        self.outbox, self._clock, self._pause_factor = outbox, clock, max(1.0, processes_per_core / _PROCESSES_PER_CORE_MAX)
+        self.outbox, self._clock, self._pause_factor = (
+            outbox,
+            clock,
+            max(1.0, processes_per_core / _PROCESSES_PER_CORE_MAX),
+        )
         self._wake = threading.Event()
         self._active_at = clock()
         self._seconds = _SECONDS_MIN

@@ -25,7 +25,9 @@ class RingGroup:
 
     def __init__(self, fetches: Sequence[_Fetch]) -> None:
         self._fetches = list(fetches)
-        self._last_ring: dict[tuple[int, int], int] = {}  # attempt, step → the ring that had its last fetched chunk
+        self._last_ring: dict[
+            tuple[int, int], int
+        ] = {}  # attempt, step → the ring that had its last fetched chunk
 
     def fetch(
         self, fetch_kind: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
@@ -48,7 +50,9 @@ class RingGroup:
                 found.setdefault((held.attempt, held.step), []).append(held)
         return encode_held(_merge_parts(parts) for _, parts in sorted(found.items(), reverse=True))
 
-    def _fetch_in_turn(self, fetch_kind: FetchKind, attempt: int, step: int, chunk: int, body: bytes) -> bytes | None:
+    def _fetch_in_turn(
+        self, fetch_kind: FetchKind, attempt: int, step: int, chunk: int, body: bytes
+    ) -> bytes | None:
         first = self._last_ring.get((attempt, step), 0)
         for index in (first, *(other for other in range(len(self._fetches)) if other != first)):
             data = self._fetches[index](fetch_kind, attempt=attempt, step=step, chunk=chunk, body=body)

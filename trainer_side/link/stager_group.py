@@ -215,13 +215,17 @@ class StagerGroup:
                 self.job.problem = error
         if index == 0:
             for member in self._members:
-                member.drop_stager(PeerLost(f"{self._lead.name} is lost, and with it the attempt of the others"))
+                member.drop_stager(
+                    PeerLost(f"{self._lead.name} is lost, and with it the attempt of the others")
+                )
 
     def _on_link_recovered(self) -> None:
         attempt = self._lead.job.attempt
         for member in self._members:
             if member.job.problem is None and member.job.attempt != attempt:
-                reason = f"attempt {member.job.attempt} is over: {self._lead.name} has begun attempt {attempt}"
+                reason = (
+                    f"attempt {member.job.attempt} is over: {self._lead.name} has begun attempt {attempt}"
+                )
                 member.drop_stager(PeerLost(reason))
         with self._lock:
             jobs = [link.job for link in self._links]

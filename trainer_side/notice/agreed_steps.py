@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from holdfast.notices.messages import Announcement, StepAnswer, AnnouncementKind
+from holdfast.notices.messages import Announcement, AnnouncementKind, StepAnswer
 from holdfast.notices.notice import Notice, SaveInstruction
 from trainer_side.notice.promised_steps import PromisedSteps
 
@@ -60,7 +60,11 @@ class AgreedSteps:
 
     def handle(self, announcement: Announcement) -> StepAnswer | None:
         """Take a SAVE_AT; return the answer to a proposal. Link's or council's thread. ProtocolError: malformed."""
-        terms = SaveInstruction.from_json(announcement.body) if announcement.kind is AnnouncementKind.APPOINTED else None
+        terms = (
+            SaveInstruction.from_json(announcement.body)
+            if announcement.kind is AnnouncementKind.APPOINTED
+            else None
+        )
         with self.promises.lock:
             self.promises.handle(announcement, terms)
             if announcement.kind is not AnnouncementKind.PROPOSED:

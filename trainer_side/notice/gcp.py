@@ -29,7 +29,9 @@ class Gcp:
     def __init__(
         self, environ: Mapping[str, str], *, seconds_max: float = 2.0, clock: Callable[[], float] = time.time
     ) -> None:
-        self._server = MetadataServer(f"http://{environ.get(_HOST_VARIABLE) or _HOST}", seconds_max=seconds_max)
+        self._server = MetadataServer(
+            f"http://{environ.get(_HOST_VARIABLE) or _HOST}", seconds_max=seconds_max
+        )
         self._clock = clock
         self._first_seen_at: float | None = None
 
@@ -45,7 +47,12 @@ class Gcp:
             return []
         self._first_seen_at = self._clock() if self._first_seen_at is None else self._first_seen_at
         return [
-            Notice(NoticeKind.TERMINATE, self._first_seen_at + _PREEMPTION_SECONDS, self.name, "instance/preempted")
+            Notice(
+                NoticeKind.TERMINATE,
+                self._first_seen_at + _PREEMPTION_SECONDS,
+                self.name,
+                "instance/preempted",
+            )
         ]
 
     def is_present(self) -> bool:

@@ -47,10 +47,14 @@ class MetadataServer:
         self._host, self._port, self._path = parts.hostname, port, parts.path.rstrip("/")
         self._seconds_max = seconds_max
 
-    def request(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> HttpResponse:
+    def request(
+        self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None
+    ) -> HttpResponse:
         """Request `path`. SourceError: refused, late, cut off, a redirect, a server error, or too large an answer."""
         request_text = f"{method} {self.url}{path}"
-        timeout_text = f"{request_text}: the server did not send a whole answer within {self._seconds_max:g} s"
+        timeout_text = (
+            f"{request_text}: the server did not send a whole answer within {self._seconds_max:g} s"
+        )
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._seconds_max)
         # A socket's timeout holds for each read; a server that sends byte by byte needs a limit for the whole answer.
         late = threading.Event()
@@ -75,7 +79,9 @@ class MetadataServer:
                 f"{request_text}: expected an answer of at most {_BODY_BYTES_MAX} bytes, got a longer one"
             )
         if 300 <= response.status < 400:
-            raise SourceError(f"{request_text}: answered with a redirect ({response.status}), which is not followed")
+            raise SourceError(
+                f"{request_text}: answered with a redirect ({response.status}), which is not followed"
+            )
         if response.status >= 500 or response.status == 429:
             raise SourceError(f"{request_text}: answered {response.status}")
         return HttpResponse(response.status, body.decode("utf-8", errors="replace"))

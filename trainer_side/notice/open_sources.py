@@ -29,7 +29,9 @@ _DETECT_SECONDS_MAX = 1.0
 class ActiveWatch:
     """A watch and its signals. Main thread. Without `siblings`, other ranks are unknown."""
 
-    def __init__(self, watch: NoticeWatch, signals: Sequence[SignalSource], siblings: LostSiblings | None) -> None:
+    def __init__(
+        self, watch: NoticeWatch, signals: Sequence[SignalSource], siblings: LostSiblings | None
+    ) -> None:
         self.watch, self._signals, self._siblings = watch, signals, siblings
 
     def signal_notice(self) -> Notice | None:

@@ -96,14 +96,19 @@ class SignalSource:
         if callable(self._previous_handler):
             self._previous_handler(number, frame)
         elif number == signal.SIGTERM and not (is_news or is_repeat):
-            signal.signal(number, self._previous_handler if self._previous_handler is not None else signal.SIG_DFL)
+            signal.signal(
+                number, self._previous_handler if self._previous_handler is not None else signal.SIG_DFL
+            )
             os.kill(os.getpid(), number)
 
 
 def _restore_sigterm() -> None:
     """Restore SIGTERM in a forked child, where Python's handler would wait for a running call, such as a long sleep."""
     if isinstance(source := getattr(signal.getsignal(signal.SIGTERM), "__self__", None), SignalSource):
-        signal.signal(signal.SIGTERM, source._previous_handler if source._previous_handler is not None else signal.SIG_DFL)
+        signal.signal(
+            signal.SIGTERM,
+            source._previous_handler if source._previous_handler is not None else signal.SIG_DFL,
+        )
 
 
 os.register_at_fork(after_in_child=_restore_sigterm)

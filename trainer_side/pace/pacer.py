@@ -61,12 +61,16 @@ class Pacer:
             self._hazard(), overhead_max=config.overhead_max, every_seconds_max=config.every_seconds_max
         )
         self._due_step = -1
-        self._pending_events: deque[tuple[str, Mapping[str, Any], int | None]] = deque(maxlen=_PENDING_EVENTS_MAX)
+        self._pending_events: deque[tuple[str, Mapping[str, Any], int | None]] = deque(
+            maxlen=_PENDING_EVENTS_MAX
+        )
         self._updates = UpdateTimes(optimizers if send_request is not None else ())
         self._profiled = False
         self._new_outcomes = 0  # news about checkpoints since the last `_consider`
         if send_request is not None:
-            events.add_listener(lambda event, fields, step: self._pending_events.append((event, fields, step)))
+            events.add_listener(
+                lambda event, fields, step: self._pending_events.append((event, fields, step))
+            )
 
     def reach(self, step: int, shorten: Callable[[int], int]) -> bool:
         """Note that training has done `step`; return whether a save is due."""
@@ -114,7 +118,9 @@ class Pacer:
         self._governor.hazard = hazard = self._hazard()
         change = self._governor.consider(self._profile.cost(), self._schedule.every if paced else None)
         if change is not None:
-            send_request(PaceRequest(change.advice.every, self._due_step, f"{change.describe()}; {hazard.description}"))
+            send_request(
+                PaceRequest(change.advice.every, self._due_step, f"{change.describe()}; {hazard.description}")
+            )
 
     def _hazard(self) -> Hazard:
         config = self._config

@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Any
 
 from holdfast.config import TrainerConfig
-from holdfast.notices.messages import Announcement, StepAnswer, AnnouncementKind
+from holdfast.notices.messages import Announcement, AnnouncementKind, StepAnswer
 from holdfast.wire.pace import EVERY_MAX, Pace
 from trainer_side.notice.promised_steps import PromisedSteps
 from trainer_side.whole_number import STEP_MAX, whole_number
@@ -90,7 +90,11 @@ class Schedule:
             own_answer = StepAnswer(announcement.number, self.promises.last_step + 1, step_seconds)
             if not self._auto:
                 refusal = {"refusal": 'it saves at its own steps, not by every="auto"'}
-                return replace(own_answer, body=refusal) if announcement.kind is AnnouncementKind.PROPOSED else None
+                return (
+                    replace(own_answer, body=refusal)
+                    if announcement.kind is AnnouncementKind.PROPOSED
+                    else None
+                )
             kept = self.promises.handle(announcement, pace)
             if announcement.kind is AnnouncementKind.LOOSE:
                 self._loosen()

@@ -79,7 +79,8 @@ def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Compari
         if len(old_rates) != len(new_rates) or not all(map(_same_rate, old_rates, new_rates)):
             found.append(
                 StepDifference(
-                    RATE, f"that of {name} was {_format_rates(old_rates)} before, and is {_format_rates(new_rates)}"
+                    RATE,
+                    f"that of {name} was {_format_rates(old_rates)} before, and is {_format_rates(new_rates)}",
                 )
             )
     notes = []
@@ -147,7 +148,8 @@ def resume_proof(by_rank: Sequence[Comparison | None], *, ranks_before: int) -> 
         if any(what in _INPUTS for what in items):
             causes |= dict.fromkeys((LOSS, NORM), "")  # these follow from the inputs
         differences = "; ".join(
-            ": ".join(part for part in (_format_difference(what, by_rank), causes[what]) if part) for what in items
+            ": ".join(part for part in (_format_difference(what, by_rank), causes[what]) if part)
+            for what in items
         )
         return ResumeProof(
             ProofVerdict.DIFFERS, f"resume differs from the run before: {differences}{other}{missing}"

@@ -35,7 +35,9 @@ class StepInput(NamedTuple):
 class PendingDigest:
     """The digest of one step, parts of which may still be in transfer from a device."""
 
-    def __init__(self, digest: StepDigest, step_input: StepInput, rates: Mapping[str, list[DeferredNumber]]) -> None:
+    def __init__(
+        self, digest: StepDigest, step_input: StepInput, rates: Mapping[str, list[DeferredNumber]]
+    ) -> None:
         self._digest, self._rates = digest, rates
         self._batch = None if step_input.batch is None else ValueCrc(step_input.batch)
         self._loss, self._grad_norm = DeferredNumber(step_input.loss), DeferredNumber(step_input.grad_norm)
@@ -68,7 +70,9 @@ class DigestTaker:
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        objects = {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}
+        objects = {
+            name: value.value if isinstance(value, PerRank) else value for name, value in state.items()
+        }
         self._places = {name: value for name, value in objects.items() if isinstance(value, DataPlace)}
         self._optimizers = {name: value for name, value in objects.items() if hasattr(value, "param_groups")}
         self._saves_generators = any(isinstance(value, RngState) for value in objects.values())

@@ -27,7 +27,7 @@ from holdfast.wire.step_proof import ProofVerdict, ResumeProof
 from trainer_side.link.stager_message import StagerMessage
 from trainer_side.link.to_stager import ToStager
 from trainer_side.proof.comparison import Comparison, compare, not_proven, resume_proof
-from trainer_side.proof.digest_taker import DigestTaker, StepInput, PendingDigest
+from trainer_side.proof.digest_taker import DigestTaker, PendingDigest, StepInput
 from trainer_side.proof.step_digest import StepDigest
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, gather
@@ -63,7 +63,13 @@ class ResumeCheck:
         stop_on_difference: bool,
     ) -> None:
         self._taker = DigestTaker(state)
-        self._link, self._tiers, self._peers, self._events, self._stop_on_difference = link, tiers, peers, events, stop_on_difference
+        self._link, self._tiers, self._peers, self._events, self._stop_on_difference = (
+            link,
+            tiers,
+            peers,
+            events,
+            stop_on_difference,
+        )
         self._is_recording = link.job.has_stager or tiers.keeps_proofs
         self._resumed: CheckpointId | None = None
         self._kept_proofs: Sequence[KeptProof] = ()
@@ -72,7 +78,9 @@ class ResumeCheck:
         self._recorded_step = -1
         self._pending_digest: tuple[CheckpointId, Order, PendingDigest] | None = None
 
-    def set_resumed(self, key: CheckpointId, kept: Sequence[KeptProof] = (), *, expected_difference: str = "") -> None:
+    def set_resumed(
+        self, key: CheckpointId, kept: Sequence[KeptProof] = (), *, expected_difference: str = ""
+    ) -> None:
         """Compare the next step with the one after this checkpoint.
 
         Args:
@@ -110,7 +118,11 @@ class ResumeCheck:
         if self._resumed is None:
             return None
         key, self._resumed = self._resumed, None
-        found = not_proven(self._expected_difference) if self._expected_difference else self._compare(key, step, step_input)
+        found = (
+            not_proven(self._expected_difference)
+            if self._expected_difference
+            else self._compare(key, step, step_input)
+        )
         proof = self._report(key, found)
         if proof.verdict is ProofVerdict.DIFFERS and self._stop_on_difference:
             raise ResumeDiffers(f"{proof.text}. Training ends, because on_unproven is stop")
@@ -121,7 +133,11 @@ class ResumeCheck:
         is_marked = marked is not None and marked.step == saved
         key = marked if marked is not None and is_marked else CheckpointId(self._link.job.attempt, saved)
         try:
-            self._pending_digest = key, self._tiers.begun, self._taker.take(step, step_input, is_marked=is_marked)
+            self._pending_digest = (
+                key,
+                self._tiers.begun,
+                self._taker.take(step, step_input, is_marked=is_marked),
+            )
         except Exception as error:  # noqa: BLE001 - an unreadable state must not end the training
             _log.warning("step %d: what it used is not recorded for the proof of a resume: %r", step, error)
         else:
@@ -183,7 +199,9 @@ class ResumeCheck:
         if self._tiers.keeps_proofs:
             for encoded in gather(peers, json.dumps(self._kept_proofs).encode()):
                 kept += [KeptProof(*one) for one in json.loads(encoded)]
-        return merge_digests(answer if isinstance(answer, str) else ProofRecord.from_json(answer).digests, kept)
+        return merge_digests(
+            answer if isinstance(answer, str) else ProofRecord.from_json(answer).digests, kept
+        )
 
     def _find_record(self, key: CheckpointId) -> ProofRecord | str:
         """Return the record of the step after this checkpoint, or why it was not found. Rank 0."""

@@ -202,7 +202,9 @@ class C10dPeers:
             never = self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], neighbour, _CLOSE_TAG)
             never.wait(timedelta(milliseconds=1))
         deadline = time.monotonic() + _CLOSE_SECONDS_MAX
-        while not all(message.work.is_completed() for message in self._shared) and time.monotonic() < deadline:
+        while (
+            not all(message.work.is_completed() for message in self._shared) and time.monotonic() < deadline
+        ):
             time.sleep(_PAUSE_SECONDS_MAX)
 
 

@@ -28,7 +28,14 @@ from holdfast.net.handshake import JobStart
 from holdfast.net.key import read_key
 from holdfast.process import at_exit, set_parent_death_signal
 from trainer_side.ranks.c10d_peers import C10dPeers
-from trainer_side.ranks.c10d_store import JobStore, StoreMailbox, append, open_job_store, store_errors, consume
+from trainer_side.ranks.c10d_store import (
+    JobStore,
+    StoreMailbox,
+    append,
+    consume,
+    open_job_store,
+    store_errors,
+)
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import LonePeers, Peers
 from trainer_side.ranks.ports import no_stager_error
@@ -75,7 +82,9 @@ class C10dWorld:
             set_parent_death_signal()
         self.rank, self.ranks = _own_rank()
         self.stagers = len(config.stagers)
-        self._starts_stager = not {OWN_STAGER, OWN_PER_NODE}.isdisjoint((config.stager, config.on_stager_lost))
+        self._starts_stager = not {OWN_STAGER, OWN_PER_NODE}.isdisjoint(
+            (config.stager, config.on_stager_lost)
+        )
         self.stager_advice = (
             f"start `holdfast stager --store URL --listen HOST:PORT --ranks {self.ranks}` and set "
             "HOLDFAST_STAGER=HOST:PORT; or set HOLDFAST_STAGER=own and HOLDFAST_STORE=URL, and rank 0 starts one"
@@ -83,7 +92,9 @@ class C10dWorld:
         seconds_max = config.start_seconds_max
         try:  # a store whose process is stopped has no deadline of its own
             self._job, rendezvous = within(
-                lambda: _open_and_rendezvous(self.rank, self.ranks, seconds_max, own_stager=self._starts_stager),
+                lambda: _open_and_rendezvous(
+                    self.rank, self.ranks, seconds_max, own_stager=self._starts_stager
+                ),
                 seconds_max + _SLACK_SECONDS,
                 name="holdfast-meeting",
             )
@@ -123,8 +134,13 @@ class C10dWorld:
             raise no_stager_error(self)
         if not self._ports and self.stagers > 1 and self._starts_stager:
             mine = living_share(config).encode()
-            living_shares = [self.peers().broadcast(mine if root == self.rank else None, root) for root in self._starting_ranks]
-            self._starting_ranks = starting_ranks(self._starting_ranks, [text.decode() for text in living_shares])
+            living_shares = [
+                self.peers().broadcast(mine if root == self.rank else None, root)
+                for root in self._starting_ranks
+            ]
+            self._starting_ranks = starting_ranks(
+                self._starting_ranks, [text.decode() for text in living_shares]
+            )
         return self._ports.get(0) or self._open_port(0, 0, 0)
 
     def member(self, index: int, attempt: int, generation: int = 0) -> TcpStagerPort:
@@ -144,7 +160,9 @@ class C10dWorld:
                 self.peers(),
                 self._start(generation),
                 one_machine=self.one_machine,
-                announcements=_StoreAnnouncements(self.store("stager"), self._job.place) if index == 0 else None,
+                announcements=_StoreAnnouncements(self.store("stager"), self._job.place)
+                if index == 0
+                else None,
                 own=OwnShare(self._starting_ranks[index], ShareNumber(index, self.stagers), lead_attempt),
             )
         else:
@@ -270,13 +288,17 @@ def _launch(place: str, *, own_stager: bool = False) -> str:
     return f"{platform.node()}:{place}" if place.startswith(_LOOPBACK) else place
 
 
-def _open_and_rendezvous(rank: int, ranks: int, seconds_max: float, *, own_stager: bool) -> tuple[JobStore, _Rendezvous]:
+def _open_and_rendezvous(
+    rank: int, ranks: int, seconds_max: float, *, own_stager: bool
+) -> tuple[JobStore, _Rendezvous]:
     job = open_job_store(rank, ranks, seconds_max)
     with store_errors(job.place, "the ranks meeting in it"):
         return job, _rendezvous(job, rank, ranks, seconds_max, own_stager=own_stager)
 
 
-def _rendezvous(job: JobStore, rank: int, ranks: int, seconds_max: float, *, own_stager: bool = False) -> _Rendezvous:
+def _rendezvous(
+    job: JobStore, rank: int, ranks: int, seconds_max: float, *, own_stager: bool = False
+) -> _Rendezvous:
     deadline = time.monotonic() + seconds_max
     store = PrefixStore("holdfast/meeting", job.store)
     if rank == 0:

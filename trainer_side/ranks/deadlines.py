@@ -87,6 +87,8 @@ class BoundedThreads(Generic[_T, _R]):
                 future.set_exception(error)
 
 
-def run_in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[Future[_R]]:
+def run_in_threads(
+    work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str
+) -> list[Future[_R]]:
     """The futures of a `BoundedThreads` that needs no further threads."""
     return BoundedThreads(work, items, threads, name).futures

@@ -67,7 +67,11 @@ class PayloadSender:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._on_death = on_death
         self._thread = BackgroundThread(
-            f"holdfast-payloads-{channel}", self._run, rank=connector.rank, task=_TASK, on_death=self._on_thread_death
+            f"holdfast-payloads-{channel}",
+            self._run,
+            rank=connector.rank,
+            task=_TASK,
+            on_death=self._on_thread_death,
         )
         self._thread.start()
 

@@ -29,7 +29,7 @@ from holdfast.log_files import last_lines, log_path
 from holdfast.net.address import Address, parse_address
 from holdfast.net.handshake import JobStart
 from holdfast.net.key import new_key, read_key
-from holdfast.own_stager import OwnStagerEndpoint, parse_first_line, find_own_stager
+from holdfast.own_stager import OwnStagerEndpoint, find_own_stager, parse_first_line
 from holdfast.supervised import ATTEMPT_VARIABLE, KEPT_VARIABLE
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, raise_agreed
@@ -220,7 +220,9 @@ class StagerStarter:
         return line
 
     def _environment(self) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_HIDDEN_VARIABLES)}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(_HIDDEN_VARIABLES)
+        }
         return {**inherited, "HOLDFAST_KEY": self._key}
 
 

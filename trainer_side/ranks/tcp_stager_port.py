@@ -166,7 +166,11 @@ class TcpStagerPort:
         )
         task = "makes the connection to the stager again"
         BackgroundThread(
-            "holdfast-reconnect", self._reopen, rank=self._connector.rank, task=task, on_death=self._reopened.put
+            "holdfast-reconnect",
+            self._reopen,
+            rank=self._connector.rank,
+            task=task,
+            on_death=self._reopened.put,
         ).start()
 
     def _reopen(self) -> None:

@@ -149,7 +149,9 @@ class Broadcast(Exchange):
         place = len(self._batch) - 1 if turn is None else turn % _AHEAD
         with self._changed:
             if place not in windows:
-                windows[place] = self._receive_window(place) if turn is None else ReadWindow.of_size(self._chunk_bytes)
+                windows[place] = (
+                    self._receive_window(place) if turn is None else ReadWindow.of_size(self._chunk_bytes)
+                )
             if _key(unit) not in self._packed:
                 parts = self._windows.parts(unit.extents)
                 self._packed[_key(unit)] = _Packed.of(part for part in parts if self.uses_window(part))

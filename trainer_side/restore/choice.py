@@ -185,7 +185,9 @@ def _drift(key: SliceKey, found: Mapping[int, tuple[Holder, ...]], stored: Seque
     return drift or describe_drifted_groups(group_by_digest(digests), key.step)
 
 
-def _merge_ring_slices(groups: dict[SliceKey, dict[int, list[Holder]]], stored: Sequence[StoreCandidate]) -> None:
+def _merge_ring_slices(
+    groups: dict[SliceKey, dict[int, list[Holder]]], stored: Sequence[StoreCandidate]
+) -> None:
     """Merge the ring's slices into those of tiers, if the store's manifest shows that both are one checkpoint."""
     for key in [key for key in groups if key.job == RING]:
         tiers = [other for other in groups if other[:4] == key[:4] and other.job != RING]
@@ -258,7 +260,10 @@ def parse_best(best: Any, mode: Any, step: Any) -> WantedBest | None:
 
 
 def best_first(
-    listed: Sequence[Candidate | SkippedCheckpoint], stored: Sequence[StoreCandidate], wanted: WantedBest, where: str
+    listed: Sequence[Candidate | SkippedCheckpoint],
+    stored: Sequence[StoreCandidate],
+    wanted: WantedBest,
+    where: str,
 ) -> Sequence[Candidate | SkippedCheckpoint]:
     """Return the items of `listed` that have the metric, best first. Places of one checkpoint keep their order.
 

@@ -28,7 +28,7 @@ from trainer_side.restore.uncast import device_overrides
 from trainer_side.state.accelerator import module_of
 from trainer_side.state.optimizer_places import match_parameters
 from trainer_side.state.split_tensor import is_split
-from trainer_side.state.tree import NamedTensor, tensor_refusal, tensor_paths
+from trainer_side.state.tree import NamedTensor, tensor_paths, tensor_refusal
 
 _SPARE_SHARE = 10  # a tenth of the device's memory stays free
 _NO_BYTES = np.empty(0, np.uint8)
@@ -74,13 +74,17 @@ def allocate_on_device(
         return None
     offered = [json.loads(said) for said in gather(peers, json.dumps(sorted(request.whole)).encode())]
     everywhere = set(request.whole).intersection(*offered)
-    request = request._replace(whole={entry: group for entry, group in request.whole.items() if entry in everywhere})
+    request = request._replace(
+        whole={entry: group for entry, group in request.whole.items() if entry in everywhere}
+    )
     allocated: dict[int, torch.Tensor] = {}
     parts: dict[tuple[int, int], RegionTarget] = {}
     if has_room and request.device is not None:
         try:
             allocated = {
-                entry: torch.empty(structure.storages[entry].nbytes(), dtype=torch.uint8, device=request.device)
+                entry: torch.empty(
+                    structure.storages[entry].nbytes(), dtype=torch.uint8, device=request.device
+                )
                 for entry in request.whole
             }
             parts = {
@@ -103,7 +107,9 @@ def allocate_on_device(
     return DeviceSections(request.device, allocate_pinned)
 
 
-def _device_request(structure: Structure, placed: PlacedParts, wanted: Mapping[str, _Destination]) -> _DeviceRequest:
+def _device_request(
+    structure: Structure, placed: PlacedParts, wanted: Mapping[str, _Destination]
+) -> _DeviceRequest:
     groups: dict[int, list[NamedTensor]] = {}
     tensors = structure.tensors
     unambiguous = unique_paths(path for path, _ in tensors)
@@ -115,9 +121,15 @@ def _device_request(structure: Structure, placed: PlacedParts, wanted: Mapping[s
     for entry, storage in structure.storages.items():
         group = groups.get(storage.data_ptr(), [])
         destinations = {
-            _device_of(named, wanted.get(named.path), len(group)) for named in group if named.path in unambiguous
+            _device_of(named, wanted.get(named.path), len(group))
+            for named in group
+            if named.path in unambiguous
         }
-        if len(destinations) == 1 and all(named.path in unambiguous for named in group) and entry not in placed.regions:
+        if (
+            len(destinations) == 1
+            and all(named.path in unambiguous for named in group)
+            and entry not in placed.regions
+        ):
             (device,) = destinations
             if device is not None:
                 whole[entry] = group
@@ -130,7 +142,9 @@ def _device_request(structure: Structure, placed: PlacedParts, wanted: Mapping[s
                     regions.setdefault(entry, []).append(number)
                     devices.add(region.copies[1].device)
     # With several devices, everything goes through host memory.
-    return _DeviceRequest(devices.pop(), whole, regions) if len(devices) == 1 else _DeviceRequest(None, {}, {})
+    return (
+        _DeviceRequest(devices.pop(), whole, regions) if len(devices) == 1 else _DeviceRequest(None, {}, {})
+    )
 
 
 def _keeps_bits(read: torch.Tensor, local: torch.Tensor) -> bool:
@@ -161,7 +175,11 @@ class _Destination(NamedTuple):
 def _device_of(named: NamedTensor, destination: _Destination | None, tensors: int) -> torch.device | None:
     """The device for a tensor of the tree; None: host memory. `tensors`: how many share its storage."""
     tensor = named.tensor
-    if destination is None or tensor_refusal(tensor) is not None or destination.dtype not in (None, tensor.dtype):
+    if (
+        destination is None
+        or tensor_refusal(tensor) is not None
+        or destination.dtype not in (None, tensor.dtype)
+    ):
         return None
     whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
     return None if destination.is_exclusive and (tensors > 1 or not whole) else destination.device

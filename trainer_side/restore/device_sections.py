@@ -84,7 +84,9 @@ class DeviceSections:
         """Return the next window of this thread, once its previous transfer is complete."""
         mine: deque[SectionWindow] | None = getattr(self._local, "windows", None)
         if mine is None or len(mine[0].memory) < nbytes:
-            mine = self._local.windows = deque(SectionWindow(self._allocate_pinned(nbytes)) for _ in range(_WINDOWS))
+            mine = self._local.windows = deque(
+                SectionWindow(self._allocate_pinned(nbytes)) for _ in range(_WINDOWS)
+            )
             self._windows += mine
         mine.rotate()
         if mine[0].transfer_done is not None:

@@ -164,14 +164,20 @@ def check_sums(
     `sums`: `Reading.sums`, of parts that this rank read. `received`: `Reading.received`, of parts that came through
     windows.
     """
-    from_others = [(part, reported) for offset, (part, reported) in sorted(reported_sums.items()) if offset not in sums]
+    from_others = [
+        (part, reported) for offset, (part, reported) in sorted(reported_sums.items()) if offset not in sums
+    ]
 
     def check(item: tuple[EntryPart, Sum]) -> bool:
         part, reported = item
         target = targets[part.entry]
-        return (_sum(target, part) if isinstance(target, EntryTarget) else received.get(part.offset)) == reported
+        return (
+            _sum(target, part) if isinstance(target, EntryTarget) else received.get(part.offset)
+        ) == reported
 
-    for (part, reported), result in zip(from_others, run_in_threads(check, from_others, threads, "check"), strict=True):
+    for (part, reported), result in zip(
+        from_others, run_in_threads(check, from_others, threads, "check"), strict=True
+    ):
         if not result.result():
             return DamageError(
                 f"{image.entries[part.entry].name} ({part.nbytes} bytes at {part.offset}): its CRC-32 is not "

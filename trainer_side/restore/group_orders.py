@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.errors import StateError
-from trainer_side.state.optimizer_places import value_at, reachable
+from trainer_side.state.optimizer_places import reachable, value_at
 from trainer_side.state.tree import containers
 
 # Per-group lists of torch's and timm's schedulers.
@@ -86,7 +86,10 @@ def check_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
         own, there = [*map(_kind, values)], [*map(_kind, saved)]
         if own != there and Counter(own) == Counter(there):
             number = next(number for number, kind in enumerate(own) if kind != there[number])
-            expected, got = _format_keys(there[number] - own[number]), _format_keys(own[number] - there[number])
+            expected, got = (
+                _format_keys(there[number] - own[number]),
+                _format_keys(own[number] - there[number]),
+            )
             raise StateError(
                 f"{place}/{number}: expected what the checkpoint has there ({expected}), got another kind ({got}): all "
                 "kinds were saved, in another order; make the list in the order in which it was saved; nothing was "

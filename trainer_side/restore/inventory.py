@@ -33,14 +33,14 @@ from trainer_side.restore.choice import (
     RING,
     Candidate,
     Holder,
-    SkippedCheckpoint,
     RankPlace,
+    SkippedCheckpoint,
     SliceKey,
     StoreCandidate,
     candidates,
     skip_set_aside,
 )
-from trainer_side.tiers.tier import SliceKeeper, SealedSlice, Nearness, Tier
+from trainer_side.tiers.tier import Nearness, SealedSlice, SliceKeeper, Tier
 from trainer_side.tiers.tier_inventory import list_kept
 
 _log = logging.getLogger("holdfast.restore")
@@ -62,7 +62,9 @@ _NEARNESS = {
 class TierListing:
     """The slices that all ranks have found."""
 
-    own: list[tuple[SliceKeeper, SealedSlice]] = field(default_factory=list)  # of this rank, by `Holder.number`
+    own: list[tuple[SliceKeeper, SealedSlice]] = field(
+        default_factory=list
+    )  # of this rank, by `Holder.number`
     holders: list[Holder] = field(default_factory=list)
     # Why tiers of any rank could not be listed, and damage in them.
     problems: list[str] = field(default_factory=list)
@@ -92,7 +94,9 @@ class TierListing:
         return layout
 
 
-def list_tiers(tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float = _SECONDS_MAX) -> TierListing:
+def list_tiers(
+    tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float = _SECONDS_MAX
+) -> TierListing:
     """List the slices in every tier of every rank, in at most `seconds_max` per tier. Collective.
 
     Tiers that fail or hang, and slices whose layout is not that of their seal, are left out and named in `problems`:
@@ -199,7 +203,9 @@ class StoreListing:
     def read_more(self, peers: Peers) -> None:
         """Read the next manifests, twice as many each time. Collective; raises as `open`, and `StoreError`."""
         self._batch_size = min(2 * self._batch_size, _BATCH_SIZE_MAX)
-        store_error = self._read_on_rank_0(peers, lambda _: self._read_manifests(self._first_unread(self._batch_size)))
+        store_error = self._read_on_rank_0(
+            peers, lambda _: self._read_manifests(self._first_unread(self._batch_size))
+        )
         if store_error is not None:
             raise store_error
 
@@ -276,7 +282,9 @@ class StoreListing:
 
 def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
     if item.manifest is None:
-        return StoreCandidate(number, item.attempt, item.step, 0, "", item.fault, is_unreadable=item.is_unreadable)
+        return StoreCandidate(
+            number, item.attempt, item.step, 0, "", item.fault, is_unreadable=item.is_unreadable
+        )
     manifest, rule = item.manifest, item.manifest.best
     best = () if rule is None else (rule.metric, rule.mode)
     return StoreCandidate(
@@ -350,17 +358,28 @@ class CandidateListing:
         places: Sequence[RankPlace] = (),
     ) -> None:
         self._places = places
-        self._holders, self._store_listing, self._peers, self._set_aside = holders, store_listing, peers, set_aside
+        self._holders, self._store_listing, self._peers, self._set_aside = (
+            holders,
+            store_listing,
+            peers,
+            set_aside,
+        )
         self._older_branches: list[Candidate | SkippedCheckpoint] = []
         if store_listing.branches is not None:
-            self._holders = [one for one in holders if store_listing.branches.is_current(CheckpointId(*one.key[:2]))]
+            self._holders = [
+                one for one in holders if store_listing.branches.is_current(CheckpointId(*one.key[:2]))
+            ]
             if store_listing.older_branch_count or len(self._holders) < len(holders):
                 fork = store_listing.branches.rewinds[-1].fork
                 reason = (
                     f"the run was rewound to {fork}, and checkpoints of older branches are not restored; "
                     "`holdfast rewind --to` goes back to one of them"
                 )
-                self._older_branches = [SkippedCheckpoint(fork.attempt, fork.step, reason, was_complete=store_listing.step is None)]
+                self._older_branches = [
+                    SkippedCheckpoint(
+                        fork.attempt, fork.step, reason, was_complete=store_listing.step is None
+                    )
+                ]
 
     def __iter__(self) -> Iterator[Candidate | SkippedCheckpoint]:
         number = 0
@@ -377,7 +396,9 @@ class CandidateListing:
 
     def known_candidates(self) -> Sequence[Candidate | SkippedCheckpoint]:
         """Return the candidates known so far, in order; unread ones may belong between them. Not collective."""
-        listed = skip_set_aside(candidates(self._holders, self._store_listing.stored, self._places), self._set_aside)
+        listed = skip_set_aside(
+            candidates(self._holders, self._store_listing.stored, self._places), self._set_aside
+        )
         return listed if self._store_listing.unread is not None else [*listed, *self._older_branches]
 
     def first(self) -> Candidate | None:

@@ -20,9 +20,15 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.restore.group_orders import GroupOrder, reorder_schedulers, check_kinds
+from trainer_side.restore.group_orders import GroupOrder, check_kinds, reorder_schedulers
 from trainer_side.restore.torch_loading import WRAPPERS
-from trainer_side.state.optimizer_places import value_at, is_optimizer_dict, numbers_of, parameters_of, group_sizes
+from trainer_side.state.optimizer_places import (
+    group_sizes,
+    is_optimizer_dict,
+    numbers_of,
+    parameters_of,
+    value_at,
+)
 from trainer_side.state.position_names import Position, Positions, positions, tensor_lists
 from trainer_side.state.tree import tensor_paths
 

@@ -25,15 +25,21 @@ from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.mismatch import describe_mismatch
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import unique_paths
-from trainer_side.restore.torch_loading import is_loaded_by_torch, in_place_tensors, rewrap
+from trainer_side.restore.torch_loading import in_place_tensors, is_loaded_by_torch, rewrap
 from trainer_side.restore.uncast import uncast, uncasting
 from trainer_side.state.optimizer_places import locate_optimizers, optimizers_of
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.per_rank_blob import read_trailer, decode
+from trainer_side.state.per_rank_blob import decode, read_trailer
 from trainer_side.state.position_names import Positions, from_record, tensor_lists
 from trainer_side.state.rng import RngState
 from trainer_side.state.split_tensor import local_of, writable
-from trainer_side.state.tree import tensor_refusal, record_param_groups, tensor_paths, unwrap_per_rank, with_inner_optimizers
+from trainer_side.state.tree import (
+    record_param_groups,
+    tensor_paths,
+    tensor_refusal,
+    unwrap_per_rank,
+    with_inner_optimizers,
+)
 
 
 @contextmanager
@@ -160,7 +166,9 @@ def _tensor_dicts(value: Any) -> list[dict[Any, Any]]:
         return [holder for module in value.modules() for holder in (module._parameters, module._buffers)]
     if isinstance(value, Optimizer):
         return [
-            holder for holder in (value.state, *value.state.values(), *value.param_groups) if isinstance(holder, dict)
+            holder
+            for holder in (value.state, *value.state.values(), *value.param_groups)
+            if isinstance(holder, dict)
         ]
     return []
 
@@ -228,7 +236,11 @@ def check_state_fits(
             f"{', '.join(map(repr, without_load))}: state_dict() is there, but load_state_dict() is missing; add it, "
             "so that the object can be restored"
         )
-    mismatches = [describe_mismatch(name, value, tree[name], ranks=ranks) for name, value in state.items() if name in tree]
+    mismatches = [
+        describe_mismatch(name, value, tree[name], ranks=ranks)
+        for name, value in state.items()
+        if name in tree
+    ]
     if any(mismatches):
         raise StateError(
             f"step {step}: {_few([other for other in mismatches if other])}; pass the objects that were saved, or "
@@ -345,7 +357,9 @@ def load(
     that differ are logged. StateError: an object refused its state.
     """
     values: dict[str, Any] = {}
-    names = [name for name, value in sorted(state.items(), key=lambda item: _load_order(item[1])) if name in tree]
+    names = [
+        name for name, value in sorted(state.items(), key=lambda item: _load_order(item[1])) if name in tree
+    ]
     for turn, name in enumerate(names):
         value, saved = state[name], tree.pop(name)
         try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer_side.restore.torch_loading import Loading, loading_of, describe_other_wrappers, tensors_by_key
+from trainer_side.restore.torch_loading import Loading, describe_other_wrappers, loading_of, tensors_by_key
 from trainer_side.state.optimizer_places import is_optimizer_dict
 from trainer_side.state.per_rank import PerRank
 

@@ -140,7 +140,10 @@ def _names_of(
 
 
 def _keys_by_name(
-    at: str, saved: Mapping[str, Any], groups_by_rank: Sequence[_Groups], known: Sequence[Mapping[str, Any]] | None
+    at: str,
+    saved: Mapping[str, Any],
+    groups_by_rank: Sequence[_Groups],
+    known: Sequence[Mapping[str, Any]] | None,
 ) -> list[list[list[Any]]]:
     """Return each parameter's key in the saved state, by rank and group; `known`: result of `_names_of`."""
     groups = _same_groups(at, saved, groups_by_rank)
@@ -183,7 +186,9 @@ def _keys_by_order(
     for number, numbers in enumerate(groups):
         of_rank = [[_file_place(at, names, order) for names in own[number]] for own in groups_by_rank]
         places = sorted({place for own in of_rank for place in own})
-        in_order = all(_is_in_file_order(own[number], found) for own, found in zip(groups_by_rank, of_rank, strict=True))
+        in_order = all(
+            _is_in_file_order(own[number], found) for own, found in zip(groups_by_rank, of_rank, strict=True)
+        )
         if len(places) != len(numbers) or not in_order:
             raise StateError(
                 f"{at}: group {number} has {len(numbers)} parameters in the checkpoint and {len(places)} on all ranks, "

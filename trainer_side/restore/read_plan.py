@@ -33,7 +33,7 @@ from trainer_side.restore.split_parts import PlacedParts
 from trainer_side.restore.structure import Structure, ends_of
 from trainer_side.restore.targets import EntrySink, EntryTarget, ScatterTarget, copy_regions, whole_entry
 from trainer_side.tiers.first_touch import cores_of_rank
-from trainer_side.tiers.tier import SliceKeeper, SealedSlice, Nearness
+from trainer_side.tiers.tier import Nearness, SealedSlice, SliceKeeper
 
 _SMALL_BYTES = 64 << 10
 

@@ -298,7 +298,9 @@ class ReaderPool:
             f"restore_seconds_max = {self._seconds_max:g} s: the device hangs, and this rank sends it no more "
             "requests; check the kernel log (dmesg), or remove it from tiers"
         )
-        self._broken.update((number, error) for number, other in self._origins.items() if other.tier == origin.tier)
+        self._broken.update(
+            (number, error) for number, other in self._origins.items() if other.tier == origin.tier
+        )
 
     def is_hanging(self, unit: Unit) -> bool:
         return self._origins[unit.number].tier in self._hanging
@@ -330,7 +332,9 @@ class ReaderPool:
             sums: list[Sum] = []
             of_parts: list[list[Sum]] = [[] for _ in parts]
             section = _Section(self._window())
-            for run in self._windows.runs(location.extents, location.offset, request_bytes, wanted=unit.extents):
+            for run in self._windows.runs(
+                location.extents, location.offset, request_bytes, wanted=unit.extents
+            ):
                 if self._stopped.is_set():
                     return
                 if not section.has_room(run.nbytes):

@@ -69,7 +69,9 @@ def restore(
         store, peers, step=step, also=ring_contents.keys if ring_contents else (), seconds_max=seconds_max
     )
     ring = ring_contents.staged_slices(store_listing.stored, peers) if ring_contents else None
-    tier_listing = list_tiers([*tiers, ring] if ring else tiers, peers, seconds_max=seconds_max * HANGING_SHARE)
+    tier_listing = list_tiers(
+        [*tiers, ring] if ring else tiers, peers, seconds_max=seconds_max * HANGING_SHARE
+    )
     near = ring is not None and ring.near_on_all_ranks
     job = RestoreJob(state, store, peers, events, tier_listing, store_listing, options, near)
     job.report(tier_listing.problems, "other tiers, other ranks or the store may have it", event="damaged")
@@ -94,7 +96,11 @@ def restore(
 
 
 def _first_good(
-    job: RestoreJob, ordered: Iterator[Candidate | SkippedCheckpoint], seconds: dict[str, float], *, can_skip: bool
+    job: RestoreJob,
+    ordered: Iterator[Candidate | SkippedCheckpoint],
+    seconds: dict[str, float],
+    *,
+    can_skip: bool,
 ) -> Restored | None:
     skipped: list[str] = []
     reported, lost, damaged = 0, False, False
@@ -107,7 +113,11 @@ def _first_good(
         if reported < len(skipped):
             job.report(skipped[reported:], f"trying {candidate.name} instead")
             reported = len(skipped)
-        rewound = None if job.store_listing.branches is None else job.store_listing.branches.rewind_since(candidate.checkpoint)
+        rewound = (
+            None
+            if job.store_listing.branches is None
+            else job.store_listing.branches.rewind_since(candidate.checkpoint)
+        )
         if rewound is not None and rewound.skipped and job.peers.all_agree(not can_skip):
             raise StateError(rewound.refusal_message())
         trial = RestoreAttempt(job, candidate, seconds, rewound)
@@ -121,7 +131,9 @@ def _first_good(
         skipped.append(f"{candidate.name}: {problem}")
         lost = damaged = True
     if lost or job.tier_listing.blocking_problems:
-        raise _no_usable_checkpoint_error(job, skipped, damaged=damaged or bool(job.tier_listing.blocking_problems))
+        raise _no_usable_checkpoint_error(
+            job, skipped, damaged=damaged or bool(job.tier_listing.blocking_problems)
+        )
     job.report(skipped, "there is no other checkpoint, so the run starts at step 0")
     return None
 
@@ -138,7 +150,9 @@ def _no_usable_checkpoint_error(job: RestoreJob, skipped: Sequence[str], *, dama
     )
 
 
-def _checkpoint_before(later: Iterator[Candidate | SkippedCheckpoint], candidate: Candidate) -> CheckpointId | None:
+def _checkpoint_before(
+    later: Iterator[Candidate | SkippedCheckpoint], candidate: Candidate
+) -> CheckpointId | None:
     """Return the checkpoint to restore if `candidate` were set aside; `later` follows it in order. Collective."""
     try:
         for one in later:
@@ -180,5 +194,7 @@ def _check_step(
         known = "there is no checkpoint at all" if newest is None else f"the newest is {newest.step}"
         raise StoreMissing(f"{where}: no checkpoint of step {step}; {known}")
     if all(isinstance(candidate, SkippedCheckpoint) and not candidate.was_complete for candidate in wanted):
-        reasons = "; ".join(candidate.reason for candidate in wanted if isinstance(candidate, SkippedCheckpoint))
+        reasons = "; ".join(
+            candidate.reason for candidate in wanted if isinstance(candidate, SkippedCheckpoint)
+        )
         raise StoreMissing(f"no checkpoint of step {step} is whole: {reasons}")

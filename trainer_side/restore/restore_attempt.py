@@ -39,7 +39,7 @@ from trainer_side.restore.exchange import check_received
 from trainer_side.restore.inventory import StoreListing, TierListing
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.loading import check_state_fits, live_trees, load, may_refuse, open_per_rank
-from trainer_side.restore.narrowing import StageNames, needs_all_names, narrow
+from trainer_side.restore.narrowing import StageNames, narrow, needs_all_names
 from trainer_side.restore.read_plan import (
     KeptSlice,
     Origin,
@@ -49,10 +49,16 @@ from trainer_side.restore.read_plan import (
     cores_to_use,
     store_units,
 )
-from trainer_side.restore.reading import ReadOptions, Reading, SourceUsage, read
+from trainer_side.restore.reading import Reading, ReadOptions, SourceUsage, read
 from trainer_side.restore.scatter import Scatter
 from trainer_side.restore.slice_reader import SliceReader
-from trainer_side.restore.split_parts import PlacedParts, with_separate_memory, place_parts, allocate_split_moments, split_parts
+from trainer_side.restore.split_parts import (
+    PlacedParts,
+    allocate_split_moments,
+    place_parts,
+    split_parts,
+    with_separate_memory,
+)
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
 from trainer_side.restore.torch_loading import in_place_tensors, rewrap
 from trainer_side.restore.two_values import Suspects, check_suspects, find_suspects
@@ -215,7 +221,13 @@ class RestoreAttempt:
         job = self._job
         if (allocate_pinned := job.options.allocate_pinned) is not None:
             self._device_sections = allocate_on_device(
-                self._structure, self._placed_parts, job.state, self._live, allocate_pinned, self._peers, self._offloaded
+                self._structure,
+                self._placed_parts,
+                job.state,
+                self._live,
+                allocate_pinned,
+                self._peers,
+                self._offloaded,
             )
         self._plan = agree_on_plan(self._structure, self._placed_parts, self._peers)
         try:
@@ -295,7 +307,9 @@ class RestoreAttempt:
         if own:
             left = seconds_max - self._reading.seconds["read"]
             scatter = Scatter(manifest, own, self._peers, self._device_sections)
-            parts = read(manifest, scatter, origins, own, self._peers, read_options._replace(seconds_max=left))
+            parts = read(
+                manifest, scatter, origins, own, self._peers, read_options._replace(seconds_max=left)
+            )
             self._reading.add(parts)
             raise_agreed(self._peers, parts.error)
         self._seconds.update(self._reading.seconds)
@@ -323,7 +337,11 @@ class RestoreAttempt:
 
         def load_all() -> None:
             # From here on only the tree holds bytes outside live memory, so that loading an object frees its part.
-            self._structure, self._plan, self._placed_parts = None, ReadPlan(), PlacedParts({}, frozenset(), 0)
+            self._structure, self._plan, self._placed_parts = (
+                None,
+                ReadPlan(),
+                PlacedParts({}, frozenset(), 0),
+            )
             in_place, on_host = self._in_place, self._offloaded
             values.update(load(job.state, self._live, tree, in_place=in_place, on_host=on_host))
 
@@ -368,7 +386,9 @@ class RestoreAttempt:
             read_proof = functools.partial(tier.proof, kept)
             digest, problem = None, ""
             try:
-                digest = within(read_proof, job.options.seconds_max * HANGING_SHARE, name="holdfast-tier-proof")
+                digest = within(
+                    read_proof, job.options.seconds_max * HANGING_SHARE, name="holdfast-tier-proof"
+                )
             except (HoldfastError, OSError) as error:  # includes the TimeoutError of a hanging device
                 problem = f"rank {rank}: tier {one.tier}: {error}"
             proof = KeptProof(one.slice_rank, one.key.ranks, digest, problem)
@@ -488,7 +508,9 @@ class RestoreAttempt:
             join_by_name(job.state, self._live, structure.tree, structure.names, self._optimizers)
         parts = split_parts(job.state, self._live)
         may_lack, ranks_now = job.options.may_lack, self._peers.ranks
-        check_state_fits(job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=may_lack)
+        check_state_fits(
+            job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=may_lack
+        )
         self._suspects = find_suspects(
             job.state, self._live, structure.tree, self._image, structure.entry_of, step
         )
@@ -497,7 +519,10 @@ class RestoreAttempt:
         in_place = {} if is_undecided else in_place_tensors(job.state, self._live, structure.tree)
         self._in_place = frozenset(name for name, one in in_place.items() if tensor_paths([one]))
         own = {name: tree for name, tree in self._live.items() if name not in in_place}
-        parts = {**with_separate_memory(parts, own, structure.tree), **allocate_split_moments(job.state, structure.tree)}
+        parts = {
+            **with_separate_memory(parts, own, structure.tree),
+            **allocate_split_moments(job.state, structure.tree),
+        }
         self._placed_parts = place_parts(structure, parts, job.state, left_out)
         self._adopted_bytes = structure.adopt(in_place) + self._placed_parts.nbytes
 

@@ -31,7 +31,7 @@ from holdfast.ring.remains import ANSWER_BYTES_MAX, FetchKind, HeldCheckpoint, d
 from holdfast.wire.frames import to_json
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import RING, StoreCandidate
-from trainer_side.tiers.tier import SliceKeeper, SealedSlice, Nearness
+from trainer_side.tiers.tier import Nearness, SealedSlice, SliceKeeper
 
 _log = logging.getLogger("holdfast.restore")
 _CHECKPOINTS_MAX = 4  # newest first; older ones come from the store
@@ -134,7 +134,12 @@ class RingSlices(SliceKeeper):
         near_on_all_ranks: bool = False,
     ) -> None:
         # `near_on_all_ranks`: every rank reads the ring itself; the same on every rank.
-        self._fetch, self._checkpoints, self._near, self.near_on_all_ranks = fetch, checkpoints, near, near_on_all_ranks
+        self._fetch, self._checkpoints, self._near, self.near_on_all_ranks = (
+            fetch,
+            checkpoints,
+            near,
+            near_on_all_ranks,
+        )
         self._lock = threading.Lock()
         self._indexes: dict[str, LayoutIndex] = {}
         self._frames: dict[tuple[str, int], tuple[tuple[SliceFrame, ...], list[int]]] = {}
@@ -158,7 +163,9 @@ class RingSlices(SliceKeeper):
         for span, part in parts:
             self._zero_crc_fields(kept.layout, chunk, span, part)
 
-    def _fetch_parts(self, kept: SealedSlice, chunk: int, base: int, parts: Sequence[tuple[Extent, memoryview]]) -> None:
+    def _fetch_parts(
+        self, kept: SealedSlice, chunk: int, base: int, parts: Sequence[tuple[Extent, memoryview]]
+    ) -> None:
         for some in _group_neighbours(parts):
             first, end = some[0][0].offset, some[-1][0].end
             data = memoryview(self._fetch_bytes(kept, chunk, first - base, end - first))
@@ -262,7 +269,9 @@ def _parts(spans: Sequence[Extent], view: memoryview) -> Iterator[tuple[Extent, 
             position += nbytes
 
 
-def _group_neighbours(parts: Sequence[tuple[Extent, memoryview]]) -> Iterator[list[tuple[Extent, memoryview]]]:
+def _group_neighbours(
+    parts: Sequence[tuple[Extent, memoryview]],
+) -> Iterator[list[tuple[Extent, memoryview]]]:
     """Group neighbours that fit into one answer, together with the gaps between them."""
     some: list[tuple[Extent, memoryview]] = []
     for part in parts:

@@ -89,7 +89,9 @@ class Scatter(Exchange):
         self._memory: dict[int, np.ndarray] = {}
         self._outgoing: list[int] = []
         self._incoming: list[tuple[int, list[np.ndarray], np.ndarray]] = []
-        self._largest = 0 if device_sections is None else max(map(self._device_bytes, self._own_regions), default=0)
+        self._largest = (
+            0 if device_sections is None else max(map(self._device_bytes, self._own_regions), default=0)
+        )
         self._section: SectionWindow | None = None  # of receives in flight for a device
         self._section_end = 0
         self._parts: list[SectionPart] = []
@@ -103,7 +105,9 @@ class Scatter(Exchange):
         for parcel in self._parcels(unit.chunk):
             for needed, place, first in parcel.regions:
                 if needed.entry == part.entry:
-                    copy_runs(needed.comb, part.entry_offset - needed.base, source, parcel.memory[place:], first)
+                    copy_runs(
+                        needed.comb, part.entry_offset - needed.base, source, parcel.memory[place:], first
+                    )
 
     def share(self, unit: Unit, peers: Peers) -> None:
         if unit.reader == peers.rank:
@@ -216,7 +220,9 @@ class Scatter(Exchange):
             same_names: dict[tuple[str, ...], list[int]] = {}
             for rank, names in of_ranks.items():
                 same_names.setdefault(tuple(names), []).append(rank)
-            found[chunk] = [(tuple(ranks), [known[name] for name in names]) for names, ranks in same_names.items()]
+            found[chunk] = [
+                (tuple(ranks), [known[name] for name in names]) for names, ranks in same_names.items()
+            ]
         return found
 
     def _parcels(self, chunk: int) -> list[_Parcel]:

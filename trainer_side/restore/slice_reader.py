@@ -34,7 +34,7 @@ from trainer_side.restore.read_plan import (
     divide,
     pieces_of,
 )
-from trainer_side.restore.reading import Failure, ReadOptions, Reading, read
+from trainer_side.restore.reading import Failure, Reading, ReadOptions, read
 from trainer_side.restore.structure import ImageEnds, ImageMap, ends_of
 from trainer_side.restore.targets import ChunkWindows, EntryPart, EntrySink, EntryTarget, Sum
 
@@ -157,7 +157,9 @@ class SliceReader:
         for part in windows.parts([extent for unit in done_locally for extent in unit.extents]):
             reported_sums[part.offset] = part, self.reading.sums[part.offset]
         threads, received = self.read_options.threads or cores_to_use(), self.reading.received
-        error = check_sums(image, reported_sums, targets, self.reading.sums, received=received, threads=threads)
+        error = check_sums(
+            image, reported_sums, targets, self.reading.sums, received=received, threads=threads
+        )
         raise_agreed(self.peers, error)
         return reported_sums
 
@@ -168,7 +170,9 @@ class SliceReader:
         near: dict[Unit, Unit] = {}
         if self.ring_is_near:
             for unit in units:
-                holders = self._ring_holders(pieces[unit.pieces[0]].slice_rank) if unit.number != STORE else []
+                holders = (
+                    self._ring_holders(pieces[unit.pieces[0]].slice_rank) if unit.number != STORE else []
+                )
                 if (unit.reader, unit.number) in {(one.rank, one.number) for one in holders}:
                     mine = next(one.number for one in holders if one.rank == self.peers.rank)
                     near[unit] = unit._replace(reader=LonePeers.rank, number=mine)

@@ -17,9 +17,9 @@ import torch
 
 from trainer_side.restore.structure import Structure, entry_at, unique_paths
 from trainer_side.restore.targets import Claims, ScatterTarget
-from trainer_side.state.optimizer_places import value_at, match_parameters
+from trainer_side.state.optimizer_places import match_parameters, value_at
 from trainer_side.state.split_tensor import HeldPart, held_part_at, is_dtensor, is_split
-from trainer_side.state.tree import children, containers, with_replacements, tensor_paths
+from trainer_side.state.tree import children, containers, tensor_paths, with_replacements
 
 
 class SplitPart(NamedTuple):
@@ -59,7 +59,9 @@ def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, 
     return parts
 
 
-def with_separate_memory(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: Any) -> dict[str, SplitPart]:
+def with_separate_memory(
+    parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: Any
+) -> dict[str, SplitPart]:
     """Return the parts, with new memory for the DTensors of objects with their own loading code.
 
     Such an object gets the whole tensor if the checkpoint has another shape. A `Split` is always filled in place, as

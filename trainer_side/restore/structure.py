@@ -30,10 +30,10 @@ from holdfast.image.layout import Layout
 from holdfast.image.manifest import EntryRecord, Manifest
 from holdfast.store.base import Store
 from holdfast.store.ranged import RangedFile
-from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle, fill_disabled
+from trainer_side.state.pickle_bounds import NOT_READABLE, fill_disabled, refuse_costly_pickle
 from trainer_side.state.position_names import Position, from_record, read_on_host
 from trainer_side.state.split_tensor import is_split
-from trainer_side.state.tree import NamedTensor, tensor_refusal, tensor_paths
+from trainer_side.state.tree import NamedTensor, tensor_paths, tensor_refusal
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -172,7 +172,9 @@ class Structure:
         try:
             refuse_costly_pickle(cast(IO[bytes], stream), self._what)
             with torch.serialization.skip_data(), fill_disabled():
-                self.tree: Any = torch.load(cast(IO[bytes], stream), map_location=on_storage, weights_only=True)
+                self.tree: Any = torch.load(
+                    cast(IO[bytes], stream), map_location=on_storage, weights_only=True
+                )
         except pickle.UnpicklingError as error:
             raise StateError(
                 f"{self._what}: torch.load(weights_only=True) refuses a type in the file, although the bytes are "
@@ -213,7 +215,10 @@ class Structure:
         there, here = tensor_paths(live), self.tensors
         # Two tensors at one path (`{"a/b": …}` beside `{"a": {"b": …}}`) cannot be told apart.
         unambiguous = unique_paths(path for path, _ in there) & unique_paths(path for path, _ in here)
-        wanted = {frozenset(path for path, _ in group): dict(group) for group in _without_overlaps(_by_storage(there))}
+        wanted = {
+            frozenset(path for path, _ in group): dict(group)
+            for group in _without_overlaps(_by_storage(there))
+        }
         own = _by_storage(here)
         adopted_bytes = 0
         for index, storage in self.storages.items():
@@ -368,7 +373,11 @@ def _by_storage(tensors: list[NamedTensor]) -> dict[int, list[NamedTensor]]:
     """Group plain CPU tensors that have memory by the address of their storage."""
     groups: dict[int, list[NamedTensor]] = {}
     for named in tensors:
-        if tensor_refusal(named.tensor) is None and named.tensor.device.type == "cpu" and _nbytes(named.tensor):
+        if (
+            tensor_refusal(named.tensor) is None
+            and named.tensor.device.type == "cpu"
+            and _nbytes(named.tensor)
+        ):
             groups.setdefault(named.tensor.untyped_storage().data_ptr(), []).append(named)
     return groups
 

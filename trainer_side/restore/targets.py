@@ -38,7 +38,9 @@ class RegionTarget:
     entry: int  # that holds the tensor
     base: int  # where in the entry the tensor begins
     comb: Comb  # where the region's bytes lie in the tensor
-    comb_args: tuple[tuple[int, ...], int, Region]  # what the comb is made of: shape, bytes of an element, region
+    comb_args: tuple[
+        tuple[int, ...], int, Region
+    ]  # what the comb is made of: shape, bytes of an element, region
     memory: np.ndarray  # of the host, as bytes; empty if the region is read into a device
     # The memory as a tensor of the region's shape, and the tensor to copy it to; None: `memory` is the live tensor's.
     copies: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -166,7 +168,9 @@ class Claims:
             return RegionTarget(entry, base, comb, comb_args, _bytes_of(local))
         read = torch.empty(region.size, dtype=saved.dtype, device="cpu")
         shaped = read.as_strided(local.shape, _strides(held.region.size, order))
-        return RegionTarget(entry, base, comb, comb_args, _bytes_of(read), (shaped, local), is_fresh=is_in_place)
+        return RegionTarget(
+            entry, base, comb, comb_args, _bytes_of(read), (shaped, local), is_fresh=is_in_place
+        )
 
     def _claim(self, span: tuple[int, int]) -> bool:
         place = bisect.bisect_left(self._spans, span)
@@ -323,7 +327,12 @@ class ChunkWindows:
         return [part for extent in extents for part in self._parts_between(extent.offset, extent.end)]
 
     def runs(
-        self, extents: Sequence[Extent], offset: int, run_bytes: int, *, wanted: Sequence[Extent] | None = None
+        self,
+        extents: Sequence[Extent],
+        offset: int,
+        run_bytes: int,
+        *,
+        wanted: Sequence[Extent] | None = None,
     ) -> Iterator[ReadRun]:
         """Yield requests of at most `run_bytes` that read extents of the image: in order, without gaps.
 
@@ -346,7 +355,9 @@ class ChunkWindows:
                 position, part = pieces[first]
                 skipped = max(0, low - position)
                 nbytes = min(position + part.nbytes, high) - position - skipped
-                parts.append(EntryPart(part.offset + skipped, nbytes, part.entry, part.entry_offset + skipped))
+                parts.append(
+                    EntryPart(part.offset + skipped, nbytes, part.entry, part.entry_offset + skipped)
+                )
                 begins.append(position + skipped - low)
                 if position + part.nbytes > high:
                     break

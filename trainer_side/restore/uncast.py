@@ -29,7 +29,9 @@ def offloaded(structure: Structure) -> frozenset[int]:
     return frozenset(id(tensor) for path, tensor in structure.tensors if path in structure.on_host)
 
 
-def device_overrides(optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]) -> DeviceOverrides:
+def device_overrides(
+    optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]
+) -> DeviceOverrides:
     """Return the saved tensors that do not belong on the device of their parameter, with their devices."""
     found: dict[int, Mapping[str, torch.device]] = {}
     for number, parameter in match_parameters(optimizer, saved):
@@ -44,7 +46,9 @@ def device_overrides(optimizer: torch.optim.Optimizer, saved: Any, on_host: Coll
     return found
 
 
-_MANGLED_PREFIX = "<generator object"  # torch calls `str` on a generator of the letters of a text, and gets this
+_MANGLED_PREFIX = (
+    "<generator object"  # torch calls `str` on a generator of the letters of a text, and gets this
+)
 
 
 class ShieldedValue:

@@ -33,7 +33,7 @@ from trainer_side.save.device_dedup import SkippedBytesChanged
 from trainer_side.save.device_stream import bind_thread_to_device
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.gate import Gate
-from trainer_side.save.hook_coverage import HookCoverage, CopyPolicy
+from trainer_side.save.hook_coverage import CopyPolicy, HookCoverage
 from trainer_side.save.staging import Staging
 from trainer_side.save.tearing import SavedInstant
 from trainer_side.state import accelerator
@@ -111,7 +111,11 @@ class Copier:
         self._thread_device: torch.device | None = None  # the thread's current device
         self.problem: ThreadDied | None = None  # why copying has stopped for good
         self._thread = BackgroundThread(
-            "holdfast-copy", self._run, rank=link.job.rank, task="copies the state", died=self._on_thread_death
+            "holdfast-copy",
+            self._run,
+            rank=link.job.rank,
+            task="copies the state",
+            died=self._on_thread_death,
         )
         self._thread.start()
 

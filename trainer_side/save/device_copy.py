@@ -318,7 +318,9 @@ class DeviceCopy:
         try:
             with self._stream.on_own_stream(after):
                 work = map(live.transfer, range(len(gated)))
-                self._run_transfers(work, queue, area, cancelled, read, lambda transfer: arrived(transfer.batch))
+                self._run_transfers(
+                    work, queue, area, cancelled, read, lambda transfer: arrived(transfer.batch)
+                )
         finally:
             self.free_memory()
             self._room.on_copy_end(self._stream.memory())
@@ -362,7 +364,9 @@ class DeviceCopy:
                 land()
 
     @staticmethod
-    def _begin(transfer: BatchTransfer, pending: list[BatchTransfer] | deque[BatchTransfer], area: torch.Tensor) -> None:
+    def _begin(
+        transfer: BatchTransfer, pending: list[BatchTransfer] | deque[BatchTransfer], area: torch.Tensor
+    ) -> None:
         if transfer.parcel is not None:
             transfer.parcel.save_holes(area)
         pending.append(transfer)

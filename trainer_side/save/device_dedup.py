@@ -153,7 +153,11 @@ class DeviceDedup:
                 continue
             queued += hashes
             place = (source.data_ptr, source.start_bytes, versions[entry])
-            is_steady = seen is not None and seen.unchanged_saves >= _PROVEN and known == _AreaContent(place, seen.hashes)
+            is_steady = (
+                seen is not None
+                and seen.unchanged_saves >= _PROVEN
+                and known == _AreaContent(place, seen.hashes)
+            )
             if is_steady and known is not None:
                 self._known[entry] = known
                 spared.add(entry)

@@ -103,7 +103,9 @@ class FinishedStep:
         assert self._snapshot is not None
         for name, tree in self._snapshot.values.items():
             value = self._state[name]
-            found = _map_leaves(tree, lambda leaf: leaf.tensor if isinstance(leaf, _VersionedTensor) else leaf)
+            found = _map_leaves(
+                tree, lambda leaf: leaf.tensor if isinstance(leaf, _VersionedTensor) else leaf
+            )
             if isinstance(value, PerRank):
                 self._state[name] = PerRank(_FrozenStateful(found), same_ranks=value.same_ranks)
             else:
@@ -154,7 +156,9 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _copy_with_versions(tree: Any) -> Any:
     """Copy the tree's containers, and pair each tensor with its version counter."""
-    return _map_leaves(tree, lambda leaf: _VersionedTensor(leaf, _version(leaf)) if isinstance(leaf, torch.Tensor) else leaf)
+    return _map_leaves(
+        tree, lambda leaf: _VersionedTensor(leaf, _version(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+    )
 
 
 def _map_leaves(tree: Any, of_leaf: Callable[[Any], Any]) -> Any:

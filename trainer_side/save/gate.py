@@ -24,9 +24,9 @@ from trainer_side.save.split_step import (
     COMPILED,
     StepArguments,
     collective_step_reason,
+    run_closure,
     split_step,
     unsplittable_reason,
-    run_closure,
 )
 from trainer_side.state.split_tensor import local_of
 

@@ -54,7 +54,9 @@ class HookCoverage:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._clean_counts: dict[int, int] = {}  # optimizer → after how many saves its hook came before any change
+        self._clean_counts: dict[
+            int, int
+        ] = {}  # optimizer → after how many saves its hook came before any change
         self._graph_captured: set[int] = set()  # optimizers whose step is part of a graph
         self._clean_needed = 1
         self._proven_for: TearCheck | None = None  # the plan for which coverage is proven
@@ -92,7 +94,9 @@ class HookCoverage:
         if not mine:
             return
         if path := instant.find_changed_at(mine):
-            self.record_escape(path, instant.step, f"the hook of {type(optimizer).__name__} was called only then")
+            self.record_escape(
+                path, instant.step, f"the hook of {type(optimizer).__name__} was called only then"
+            )
         else:
             self._clean_counts[id(optimizer)] = self._clean_counts.get(id(optimizer), 0) + 1
 
@@ -209,10 +213,15 @@ class CopyPolicy:
         """Leave the copy of this step behind the gate; return False if trust was lost meanwhile."""
         with self._guard:
             if not self._distrusted:
-                self._unverified_steps = (step if self._unverified_steps is None else self._unverified_steps[0], step)
+                self._unverified_steps = (
+                    step if self._unverified_steps is None else self._unverified_steps[0],
+                    step,
+                )
             return not self._distrusted
 
-    def schedule_comparison(self, instant: SavedInstant, area: Staging, is_complete: Callable[[], bool]) -> None:
+    def schedule_comparison(
+        self, instant: SavedInstant, area: Staging, is_complete: Callable[[], bool]
+    ) -> None:
         """Schedule a comparison of this instant with its copy, provided that the copy is whole."""
         self._pending_comparison = _PendingComparison(instant, area, is_complete)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from holdfast.store.file_system import file_system_of
-from trainer_side.save.device_stream import DeviceRuntime, device_runtime, bind_thread_to_device
+from trainer_side.save.device_stream import DeviceRuntime, bind_thread_to_device, device_runtime
 from trainer_side.state.accelerator import module_of, own_device
 from trainer_side.tiers.first_touch import huge_buffer
 

@@ -19,8 +19,8 @@ from holdfast.image.replicas import format_tensors
 from holdfast.wire.replica_proof import is_statistic
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.save.rank_context import RankContext
-from trainer_side.state.optimizer_places import keyed_by_name, first_names, parameter_names
-from trainer_side.state.tensor_table import TensorTable, table, describe_change
+from trainer_side.state.optimizer_places import first_names, keyed_by_name, parameter_names
+from trainer_side.state.tensor_table import TensorTable, describe_change, table
 from trainer_side.state.tree import UserState, collect
 
 _log = logging.getLogger("holdfast.trainer")

@@ -154,7 +154,9 @@ class LeftOutCheck:
         yield from _diverged_wrapper_groups(self._state)
         yield from _schedulers(self._state, tree, mine)
 
-    def _unsaved_optimizer(self, optimizer: Optimizer, mine: list[Optimizer], held: _SavedTensors) -> Iterator[str]:
+    def _unsaved_optimizer(
+        self, optimizer: Optimizer, mine: list[Optimizer], held: _SavedTensors
+    ) -> Iterator[str]:
         trained = next((path for _, _, one in _trained(optimizer) if (path := held.path(one))), None)
         if trained is None:
             return  # it trains something else
@@ -251,7 +253,11 @@ def _diverged_wrapper_groups(state: Mapping[str, Any]) -> Iterator[str]:
         groups = _groups(value)
         if groups is None:
             continue
-        inner = with_inner_optimizers([value])[1:] if isinstance(value, Optimizer) else _reachable(value, Optimizer)
+        inner = (
+            with_inner_optimizers([value])[1:]
+            if isinstance(value, Optimizer)
+            else _reachable(value, Optimizer)
+        )
         for one in inner:
             theirs = one.param_groups
             if theirs is groups or len(theirs) != len(groups):
@@ -325,7 +331,9 @@ def _optimizers(state: Mapping[str, Any]) -> Iterator[tuple[Optimizer, str]]:
         elif isinstance(value, torch.nn.Module | torch.Tensor | LRScheduler | PerRank):
             continue
         else:
-            found = with_inner_optimizers(_reachable(value, Optimizer)) if hasattr(value, "state_dict") else []
+            found = (
+                with_inner_optimizers(_reachable(value, Optimizer)) if hasattr(value, "state_dict") else []
+            )
         for optimizer in found:
             yield optimizer, name
 

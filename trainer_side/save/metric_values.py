@@ -52,7 +52,9 @@ class StepMetrics:
 def check_metrics(metrics: Any, call: str) -> None:
     """Check that `call` was given names and real numbers; else ConfigError. Waits for no device."""
     if not isinstance(metrics, Mapping):
-        raise ConfigError(f"{call}: metrics: expected a mapping of names to numbers, got {describe_value(metrics)}")
+        raise ConfigError(
+            f"{call}: metrics: expected a mapping of names to numbers, got {describe_value(metrics)}"
+        )
     if len(metrics) > METRICS_MAX:
         raise ConfigError(f"{call}: metrics: expected at most {METRICS_MAX} metrics, got {len(metrics)}")
     for name, value in metrics.items():

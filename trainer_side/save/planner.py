@@ -98,7 +98,11 @@ class Planner:
         if self._plan is not None:
             self._names.refresh(collected, told)
             self._own_names.refresh(collected)
-        tree = collected if self._agreed.union is None else self._layout_agreement.to_agreed_form(collected, self._agreed)
+        tree = (
+            collected
+            if self._agreed.union is None
+            else self._layout_agreement.to_agreed_form(collected, self._agreed)
+        )
         self._apply_granted_room(tree)
         if self._plan is not None:
             taken = capture(tree, self._plan.skeleton, defer=True, trailer=self._trailer)

@@ -222,7 +222,9 @@ class Saver:
             begins = self._capture(step, plan, taken, area, device)
         record.slice_bytes, record.save_seconds, record.host = area.nbytes, 0.0, socket.gethostname()
         on_device = begins.route is not None and bool(area.live_route(begins.route).device)
-        inside, compare_later = self._copier.choose_copy_mode(step, begins.instant, area.nbytes, on_device=on_device)
+        inside, compare_later = self._copier.choose_copy_mode(
+            step, begins.instant, area.nbytes, on_device=on_device
+        )
         record.copied_inside = inside or begins.instant is None
         self._copier.close_gate(gate=begins.is_live)
         transfer = (

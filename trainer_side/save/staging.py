@@ -25,7 +25,7 @@ from trainer_side.save.copy_plan import Batch, CopyPiece, Route, SlicePlan, Slic
 from trainer_side.save.device_copy import DeviceCopy, Mirror, MirrorRoom
 from trainer_side.save.device_dedup import DeviceDedup, HashHistory
 from trainer_side.save.device_stream import stream_of
-from trainer_side.save.host_memory import slot_tensor, locked_buffer
+from trainer_side.save.host_memory import locked_buffer, slot_tensor
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Skeleton
 from trainer_side.state.survey import Sources
@@ -84,7 +84,9 @@ class CopyEngine:
     """
 
     def __init__(self, *, device_bytes_max: int | None = None) -> None:
-        self.hash_histories: dict[tuple[str, int, int], HashHistory] = {}  # by `DeviceDedup`; all areas share it
+        self.hash_histories: dict[
+            tuple[str, int, int], HashHistory
+        ] = {}  # by `DeviceDedup`; all areas share it
         self._device_bytes_max = device_bytes_max
         self._on_device: DeviceCopy | None = None
         self._now: NowBatches | None = None
@@ -268,7 +270,9 @@ class Staging:
                 self._mark_copied(batch)
         return self._mirror is not None and self._mirror.is_full
 
-    def change_counters(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> Mapping[int, int]:
+    def change_counters(
+        self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]
+    ) -> Mapping[int, int]:
         """Return torch's change counters of the entries that need no copy while unchanged, for `copy_now`."""
         return {} if self._dedup is None else self._dedup.versions(tensors, tensor_entries)
 

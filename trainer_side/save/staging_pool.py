@@ -32,7 +32,7 @@ from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import area_bytes_by_rank
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.link.stager_message import StagerMessage
-from trainer_side.save.host_memory import Make, MemoryPreallocator, slot_tensor, locked_buffer
+from trainer_side.save.host_memory import Make, MemoryPreallocator, locked_buffer, slot_tensor
 from trainer_side.save.rank_context import RankContext
 from trainer_side.tiers.medium import address_of
 from trainer_side.tiers.tier import SliceWriter
@@ -86,7 +86,9 @@ class AreaUse:
         self.transfer, self.tier_write = transfer, tier_write
         kept = [tier_write.released] if tier_write is not None else []
         self.released = _AllEvents([transfer.released, *kept])  # nothing reads the area any more
-        self.settled = _AllEvents([transfer.settled, *kept])  # its outcome is known, at the stager and in the tiers
+        self.settled = _AllEvents(
+            [transfer.settled, *kept]
+        )  # its outcome is known, at the stager and in the tiers
 
     @property
     def step(self) -> int:
@@ -174,9 +176,7 @@ class Areas:
 
     def in_flight(self) -> list[AreaUse]:
         """Uses of areas that are still being read, or whose step is neither staged nor given up, oldest first."""
-        return [
-            flight for flight in self._uses if not (flight.released.is_set() and flight.settled.is_set())
-        ]
+        return [flight for flight in self._uses if not (flight.released.is_set() and flight.settled.is_set())]
 
 
 _LOOK_SECONDS = 0.05  # between checks whether another rank has declined the step

@@ -50,7 +50,9 @@ def reachable_with_paths(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         seen.add(id(value))
         yield path, value
         if depth < _DEPTH_MAX:
-            pending += [(f"{path}/{key}", one, depth + 1) for key, one in reversed(list(_inner_values(value)))]
+            pending += [
+                (f"{path}/{key}", one, depth + 1) for key, one in reversed(list(_inner_values(value)))
+            ]
 
 
 def _inner_values(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -215,7 +217,10 @@ def keyed_by_name(
     An optimizer with other parameters stays unchanged. `names`: Names of this rank's parameters, by optimizer and
     group. `united`: The names of all ranks' parameters, which the groups then list.
     """
-    return {at: _keyed_by_name(value, names[at], united[at]) if at in names else value for at, value in tree.items()}
+    return {
+        at: _keyed_by_name(value, names[at], united[at]) if at in names else value
+        for at, value in tree.items()
+    }
 
 
 def settings(tree: Mapping[str, Any], at: str) -> list[str]:

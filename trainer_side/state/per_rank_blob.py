@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from holdfast.errors import DamageError, StateError
-from trainer_side.state.pickle_bounds import refuse_costly_pickle, refuse_packed, fill_disabled
+from trainer_side.state.pickle_bounds import fill_disabled, refuse_costly_pickle, refuse_packed
 from trainer_side.state.pickling import ReadablePickler
 
 _PICKLE = SimpleNamespace(Pickler=ReadablePickler, __name__="pickle")

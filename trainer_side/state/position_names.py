@@ -25,17 +25,24 @@ import torch
 
 from holdfast.errors import DamageError, StateError
 from trainer_side.state.optimizer_places import (
+    host_tensor_paths,
     is_optimizer_dict,
     locate_optimizers,
     module_parameters,
-    host_tensor_paths,
     optimizers_of,
     reachable,
     reachable_with_paths,
 )
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import ReturnedGroups, children, record_param_groups, tensor_paths, unwrap_per_rank, view_key
+from trainer_side.state.tree import (
+    ReturnedGroups,
+    children,
+    record_param_groups,
+    tensor_paths,
+    unwrap_per_rank,
+    view_key,
+)
 
 _MAGIC = b"HFNAMES1"
 _END = struct.Struct(f"<I{len(_MAGIC)}s")

@@ -394,7 +394,11 @@ class Recall:
     def pickle(self, tree: Mapping[str, Any], contents: TreeContents) -> tuple[bytes, set[Any]] | None:
         """Return the bytes of `Pickling.pickle`, and the classes of values; None if that must report an error."""
         resolve_pending(tree)
-        return None if self._fast_pickling is None else self._pickled(tree, self._fast_pickling.stand_ins(contents.tensors))
+        return (
+            None
+            if self._fast_pickling is None
+            else self._pickled(tree, self._fast_pickling.stand_ins(contents.tensors))
+        )
 
     def snapshot(self, tree: Mapping[str, Any], contents: TreeContents) -> Snapshot | None:
         """Copy the tree as it is now; None if a copy of its containers may lose something."""
@@ -418,7 +422,9 @@ class Recall:
         except REFUSED:
             return None
 
-    def _matches_torch(self, tree: Mapping[str, Any], contents: TreeContents, job: Pickling, expected: bytes) -> bool:
+    def _matches_torch(
+        self, tree: Mapping[str, Any], contents: TreeContents, job: Pickling, expected: bytes
+    ) -> bool:
         """Whether this recall pickles the tree as torch did. Snapshots are enabled only if theirs is the same, too."""
 
         def same(again: tuple[bytes, set[Any]] | None) -> bool:
@@ -429,7 +435,9 @@ class Recall:
         assert self._fast_pickling is not None
         if self._outline.is_plain:
             with contextlib.suppress(ValueError):
-                self._constants = ConstantContainers(contents.containers, self._fast_pickling.stand_ins(contents.tensors))
+                self._constants = ConstantContainers(
+                    contents.containers, self._fast_pickling.stand_ins(contents.tensors)
+                )
         taken = self.snapshot(tree, contents)
         if taken is not None and same(self.pickle_snapshot(taken)):
             self.last_pickle = LastPickle(len(expected), taken.text_length)

@@ -245,7 +245,9 @@ def capture(
     if expanded is None:
         return None
     full = expanded.tree
-    found = _capture_by_recall(full, skeleton, defer=defer, trailer=trailer) or _capture_in_full(full, skeleton, trailer)
+    found = _capture_by_recall(full, skeleton, defer=defer, trailer=trailer) or _capture_in_full(
+        full, skeleton, trailer
+    )
     if found is None:
         return None
     sources, data_pkl, tensors, tensor_entries = found

@@ -75,7 +75,9 @@ def _numbers(values: Any, name: str) -> tuple[int, ...]:
     try:
         given = tuple(values)
     except TypeError as error:
-        raise StateError(f"Split: {name}: expected one number per dimension, got {describe_value(values)}") from error
+        raise StateError(
+            f"Split: {name}: expected one number per dimension, got {describe_value(values)}"
+        ) from error
     return tuple(whole_number(number, f"Split: {name}", error=StateError) for number in given)
 
 

@@ -24,15 +24,15 @@ from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import (
     HeldPart,
     StagePart,
-    manual_split,
     held_part_at,
     is_dtensor,
     is_split,
     live_of,
     local_of,
+    manual_split,
 )
 from trainer_side.state.survey import StorageSource, keys_and_values
-from trainer_side.state.tree import Ownership, children, containers, with_replacements, with_changes
+from trainer_side.state.tree import Ownership, children, containers, with_changes, with_replacements
 
 _DICTS = frozenset({dict, OrderedDict})
 _CONTAINERS = _DICTS | {list, tuple}

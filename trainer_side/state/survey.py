@@ -21,7 +21,7 @@ from torch.nn.parameter import Parameter
 
 from holdfast.errors import StateError
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import PendingNumber, NamedTensor, children, tensor_refusal, tensor_paths
+from trainer_side.state.tree import NamedTensor, PendingNumber, children, tensor_paths, tensor_refusal
 
 
 class StorageSource(NamedTuple):

@@ -32,7 +32,7 @@ from trainer_side.state.pickling import REFUSED, Pickling, explain_refusal
 from trainer_side.state.split_tensor import HeldPart
 from trainer_side.state.stages import is_sendable_in_place, outline
 from trainer_side.state.stand_ins import PerRankStandIns, SplitStandIns
-from trainer_side.state.survey import TensorSpec, StoragePart, Survey, survey
+from trainer_side.state.survey import StoragePart, Survey, TensorSpec, survey
 from trainer_side.state.tree import classify, tensor_paths
 
 _COPIED_BYTES = 4096
@@ -241,7 +241,9 @@ def table(
     return TensorTable(rows, digest, pickle_bytes, needed, tuple(sums), seconds, here, stage)
 
 
-def _row_checksums(found: Survey, blob_paths: Collection[str], held: Mapping[str, HeldPart]) -> tuple[int, ...]:
+def _row_checksums(
+    found: Survey, blob_paths: Collection[str], held: Mapping[str, HeldPart]
+) -> tuple[int, ...]:
     """Return a checksum for each row; for a split tensor, that of the region on this rank."""
     whole = checksums(found, {*blob_paths, *held})
     if not held:

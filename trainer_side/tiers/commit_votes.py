@@ -272,7 +272,9 @@ class CommitVotes(RankCouncil):
 
     def _ask(self, message: bytes, what: str) -> Agreement | None:
         question = self._voter.start_question()
-        if self.problem is not None:  # read after `start_question`, so that a later problem answers the question
+        if (
+            self.problem is not None
+        ):  # read after `start_question`, so that a later problem answers the question
             raise self.problem
         self._send_root(message)
         limit = self._answer_seconds_max

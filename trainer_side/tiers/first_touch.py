@@ -126,7 +126,12 @@ def fill_file(descriptor: int, path: Path, nbytes: int) -> None:
 
 
 def make_pages(
-    mapped: mmap.mmap, offset: int, nbytes: int, *, background: bool, stopped: Callable[[], bool] = lambda: False
+    mapped: mmap.mmap,
+    offset: int,
+    nbytes: int,
+    *,
+    background: bool,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> None:
     """Make the missing pages in a part of a mapped file in memory; `background` and `stopped` as for `populate`.
 

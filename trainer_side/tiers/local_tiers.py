@@ -34,7 +34,7 @@ from trainer_side.tiers.commit_votes import CommitVotes
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator, farthest
 from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, ReplicaComparison, VoteLimits
 from trainer_side.tiers.slot_proof import StepProof
-from trainer_side.tiers.tier import TierCounter, Nearness, Order, SliceWriter, StepVerdict, Tier
+from trainer_side.tiers.tier import Nearness, Order, SliceWriter, StepVerdict, Tier, TierCounter
 from trainer_side.tiers.tier_inventory import TierInventory
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.tiers.tier_write import TierWrite
@@ -148,7 +148,9 @@ class LocalTiers(TierSet):
         self._marking: list[threading.Thread] = []
         # One call of a tier may take as long as the slowest rank takes for its whole slice.
         self._threads = tuple(
-            TierWriterThreads(number, tier, port.rank, self._on_write_end, call_seconds_max=limits.seal_seconds_max)
+            TierWriterThreads(
+                number, tier, port.rank, self._on_write_end, call_seconds_max=limits.seal_seconds_max
+            )
             for number, tier in enumerate(tiers)
         )
         self._preemption: Rank0PreemptionCoordinator | None = None
@@ -157,10 +159,17 @@ class LocalTiers(TierSet):
         if port.rank == ROOT:
             if agreed_steps is not None:
                 self._preemption = self._preemption_coordinator(port.ranks)
-            self._watch = ReplicaComparison(port.ranks, report.events, refuses=config.on_divergence == "refuse")
+            self._watch = ReplicaComparison(
+                port.ranks, report.events, refuses=config.on_divergence == "refuse"
+            )
             rank0 = Rank0Votes(port.ranks, limits, self._preemption, self._watch)
         self._votes = CommitVotes(
-            port, limits, on_verdict=self._on_verdict, on_poll=self._poll_threads, agreed_steps=agreed_steps, rank0=rank0
+            port,
+            limits,
+            on_verdict=self._on_verdict,
+            on_poll=self._poll_threads,
+            agreed_steps=agreed_steps,
+            rank0=rank0,
         )
         super().__init__(self._votes)
 
@@ -248,7 +257,9 @@ class LocalTiers(TierSet):
 
         # Not on the training thread, which a hanging device must not block.
         limit = self._prepare_seconds_max
-        threads.calls.call_with_deadline("making room for slices", prepare, seconds_max=limit, late=lambda _: None)
+        threads.calls.call_with_deadline(
+            "making room for slices", prepare, seconds_max=limit, late=lambda _: None
+        )
 
     def slot_memories(self) -> Sequence[memoryview]:
         return self.tiers[0].memories() if self.is_direct else ()
@@ -299,7 +310,9 @@ class LocalTiers(TierSet):
             return DeclineCause.LOST.because(problem)
         return self._tiers_without_room.get(threads.number) or threads.calls.hang_reason
 
-    def _acquire_slot(self, threads: TierWriterThreads, order: Order, wait_until: float) -> SliceWriter | Reason:
+    def _acquire_slot(
+        self, threads: TierWriterThreads, order: Order, wait_until: float
+    ) -> SliceWriter | Reason:
         try:
             while True:
                 making = threads.tier.is_making_slots
@@ -329,7 +342,9 @@ class LocalTiers(TierSet):
 
         # `begin` may flush persistent memory, and the training thread must not hang with the device.
         what, limit = f"a slot for step {order[1]}", self._call_seconds_max
-        return threads.calls.call_with_deadline(what, lambda: tier.begin(*order), seconds_max=limit, late=abandon_late)
+        return threads.calls.call_with_deadline(
+            what, lambda: tier.begin(*order), seconds_max=limit, late=abandon_late
+        )
 
     def keep(self, write: TierWrite, area: SliceSource | None) -> None:
         write.area = area

@@ -80,7 +80,9 @@ class Rank0Votes:
         match frame.kind:
             case Kind.SEALED:
                 self._notify_preemption(frame)
-                return self._verdicts(self._votes.count_sealed(rank, frame.arg, order, wire.decode_text(frame), now))
+                return self._verdicts(
+                    self._votes.count_sealed(rank, frame.arg, order, wire.decode_text(frame), now)
+                )
             case Kind.SKIPPED:
                 self._notify_preemption(frame)
                 if self._preemption is not None and rank == ROOT:
@@ -333,7 +335,9 @@ class ReplicaComparison:
         self._replicas = ReplicaComparer()
         self._guard = threading.Lock()
         self._layouts: dict[str, Layout] = {}
-        self._fingerprints: dict[Order, dict[int, tuple[str, str]]] = {}  # rank → digest of its layout, fingerprints
+        self._fingerprints: dict[
+            Order, dict[int, tuple[str, str]]
+        ] = {}  # rank → digest of its layout, fingerprints
 
     def laid_out(self, layout: Layout) -> None:
         """Expect slices of this layout. Training thread."""

@@ -154,7 +154,9 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
                     missing[slot] = str(error)
                 else:
                     seal_crc32, complete = commitment.seal_crc32, commitment.complete
-                    kept.append(SealedSlice(seal, layout, source, slot, complete=complete, seal_crc32=seal_crc32))
+                    kept.append(
+                        SealedSlice(seal, layout, source, slot, complete=complete, seal_crc32=seal_crc32)
+                    )
             return SlotFileContents(superblock, layout, sector.slots, missing, tuple(kept))
     finally:
         os.close(file)

@@ -32,7 +32,7 @@ from holdfast.store.posix_io import reserve, sync_directory, write_all
 from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.first_touch import can_populate, fill_file, has_hole, missing_bytes
 from trainer_side.tiers.medium import MappedFile, Medium
-from trainer_side.tiers.slot_file import SlotFileContents, SlotFile, examine, first_pages
+from trainer_side.tiers.slot_file import SlotFile, SlotFileContents, examine, first_pages
 from trainer_side.tiers.slot_format import Superblock
 from trainer_side.tiers.slot_pages import SlotPages
 from trainer_side.tiers.slot_proof import proofs_of
@@ -209,13 +209,17 @@ class SlotFiles:
                     promised += missing_bytes(other)
         return promised
 
-    def _make_next(self, path: Path, medium: Medium, found: SlotFileContents, missing: Sequence[int]) -> list[int]:
+    def _make_next(
+        self, path: Path, medium: Medium, found: SlotFileContents, missing: Sequence[int]
+    ) -> list[int]:
         """Make the pages of slots that hold a slice, and of the first free one; return the other missing slots."""
         free = [slot for slot, named in enumerate(found.committed) if named is None]
         later = [slot for slot in missing if slot in free[1:]]
         for slot in missing:
             if slot not in later:
-                self._make_pages(path, medium, found.superblock, slot, background=False, stopped=lambda: False)
+                self._make_pages(
+                    path, medium, found.superblock, slot, background=False, stopped=lambda: False
+                )
         return later
 
     def _make_pages(

@@ -30,7 +30,7 @@ from trainer_side.tiers.slot_files import SlotFiles
 from trainer_side.tiers.slot_format import SLOTS_MAX, Superblock
 from trainer_side.tiers.slot_proof import proof_path, read_proof, slice_identity
 from trainer_side.tiers.slot_writer import OpenSlots, SlotWriter
-from trainer_side.tiers.tier import SealedSlice, Nearness, Tier
+from trainer_side.tiers.tier import Nearness, SealedSlice, Tier
 from trainer_side.tiers.tier_directory import RankLock, TierDirectory, refuse_disk
 
 _DYING_SECONDS_MAX = 5.0
@@ -114,7 +114,9 @@ class SlotTier(Tier):
             self._leftovers = True
             if now is not None:
                 now.retire()
-            _log.info("tier %s: %s, %d slots in %s", self.name, self.write_mode, self.slots, self._open.file.source)
+            _log.info(
+                "tier %s: %s, %d slots in %s", self.name, self.write_mode, self.slots, self._open.file.source
+            )
 
     @property
     def is_making_slots(self) -> bool:

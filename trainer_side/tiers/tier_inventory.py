@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError, HoldfastError, StoreError
 from holdfast.wire.frames import peer_error
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.tiers.tier import SliceKeeper, SealedSlice, Order, StepVerdict, Tier
+from trainer_side.tiers.tier import Order, SealedSlice, SliceKeeper, StepVerdict, Tier
 
 _SECONDS_MAX = 60.0
 

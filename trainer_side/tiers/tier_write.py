@@ -39,7 +39,9 @@ class TierWrite:
     released: threading.Event = field(default_factory=threading.Event)  # every tier has finished reading it
     # Asks rank 0 to compare this rank's fingerprints with the other ranks'.
     compare: Callable[[str], None] = lambda _fingerprints: None
-    wake_callbacks: list[Callable[[], None]] = field(default_factory=list)  # wake the threads that write the step
+    wake_callbacks: list[Callable[[], None]] = field(
+        default_factory=list
+    )  # wake the threads that write the step
     cancelled: threading.Event = field(default_factory=threading.Event)
     cancel_reason: Reason | None = None
     kept_in: set[int] = field(default_factory=set)  # tiers that have sealed the step

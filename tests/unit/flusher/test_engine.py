@@ -80,7 +80,9 @@ class Rig:
         self.inbox = Inbox()
         guard = guarded(self.store, self.lease.check_once)
         self.context = FlusherContext(guard, self.lease, self.inbox, self.events)
-        self.maintenance = Maintenance(self.context, MaintenanceRules(verify=self._verify, keep=RetentionPolicy(0)))
+        self.maintenance = Maintenance(
+            self.context, MaintenanceRules(verify=self._verify, keep=RetentionPolicy(0))
+        )
         self.engine = self.new_engine()
 
     def crash(self) -> None:

@@ -99,7 +99,10 @@ def test_a_manifest_says_how_tensors_were_split_for_split_ones_only() -> None:
 
 def test_only_the_first_attempt_has_plain_names_and_no_attempt_another_ones() -> None:
     store = MemoryStore()
-    names = {attempt: set(candidate_names(CheckpointId(attempt, 7))) for attempt in (1, 2, 3, 12, 999, 1000, 10_000)}
+    names = {
+        attempt: set(candidate_names(CheckpointId(attempt, 7)))
+        for attempt in (1, 2, 3, 12, 999, 1000, 10_000)
+    }
     assert choose_name(store, CheckpointId(1, 7), ()) == "step-000000007.pt"
     assert choose_name(store, CheckpointId(3, 7), ()) == "step-000000007-a003.pt"
     assert choose_name(store, CheckpointId(1000, 7), ()) == "step-000000007-a1000.pt"

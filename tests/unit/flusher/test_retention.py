@@ -48,7 +48,11 @@ runs = st.lists(
 
 
 def test_the_newest_stay() -> None:
-    assert steps(to_remove([checkpoint(step) for step in (30, 10, 50, 20, 40)], RetentionPolicy(2, 0))) == [10, 20, 30]
+    assert steps(to_remove([checkpoint(step) for step in (30, 10, 50, 20, 40)], RetentionPolicy(2, 0))) == [
+        10,
+        20,
+        30,
+    ]
 
 
 def test_the_newest_that_cannot_be_doubted_stays() -> None:
@@ -59,7 +63,9 @@ def test_the_newest_that_cannot_be_doubted_stays() -> None:
     doubtful = [replace(one, is_doubtful=True, state=State.DURABLE) for one in behind]
     assert 2 not in steps(to_remove(proven + doubtful, RetentionPolicy(2)))
     unread = replace(checkpoint(50, State.DURABLE), is_proven=True)
-    assert 2 not in steps(to_remove([*proven, *behind, unread], RetentionPolicy(1))), "50 is not read back yet"
+    assert 2 not in steps(to_remove([*proven, *behind, unread], RetentionPolicy(1))), (
+        "50 is not read back yet"
+    )
 
 
 def test_multiples_stay() -> None:
@@ -209,7 +215,9 @@ def test_without_rungs_is_the_rule_of_before() -> None:
     assert RetentionPolicy(3, 10, hourly=24, daily=7).without_rungs() == RetentionPolicy(3, 10)
 
 
-ladders = st.builds(RetentionPolicy, st.integers(1, 4), st.integers(0, 5), st.integers(0, 6), st.integers(0, 4))
+ladders = st.builds(
+    RetentionPolicy, st.integers(1, 4), st.integers(0, 5), st.integers(0, 6), st.integers(0, 4)
+)
 counted = st.lists(
     st.tuples(st.sampled_from(State), st.floats(0, 400), st.none() | st.sampled_from([0, 3, 90])), max_size=30
 )
@@ -266,7 +274,9 @@ def test_asking_again_removes_no_more_while_the_clock_goes_forward(
 def test_a_set_aside_checkpoint_stays_as_evidence_and_counts_for_nothing() -> None:
     run = [checkpoint(step) for step in (1, 3, 5)]
     assert steps(to_remove(run, RetentionPolicy(1))) == [1, 3]
-    assert steps(to_remove(run, RetentionPolicy(1), [CheckpointId(1, 5)])) == [1], "step 3 is what the run goes back to"
+    assert steps(to_remove(run, RetentionPolicy(1), [CheckpointId(1, 5)])) == [1], (
+        "step 3 is what the run goes back to"
+    )
     later = [*run, *(checkpoint(step, attempt=4) for step in (5, 7, 9))]
     removed = to_remove(later, RetentionPolicy(2), [CheckpointId(1, 5)])
     assert [one.order for one in removed] == [(1, 1), (1, 3), (4, 5)]
@@ -294,7 +304,9 @@ def test_set_aside_checkpoints_change_nothing_for_the_others(
 ) -> None:
     removed = to_remove(run, RetentionPolicy(keep_last), set_aside)
     assert not {one.order for one in removed} & set(set_aside)
-    assert removed == to_remove([one for one in run if one.order not in set_aside], RetentionPolicy(keep_last))
+    assert removed == to_remove(
+        [one for one in run if one.order not in set_aside], RetentionPolicy(keep_last)
+    )
 
 
 # -- the best ----------------------------------------------------------------------------------------------------------
@@ -313,12 +325,16 @@ def rated(values: dict[int, float | None], state: State = State.VERIFIED) -> lis
 @pytest.mark.parametrize(("mode", "removed"), [("min", [2, 3, 5]), ("max", [1, 2, 4])])
 def test_the_best_by_a_metric_stay(mode: BestMode, removed: list[int]) -> None:
     run = rated({1: 0.2, 2: None, 3: 0.9, 4: 0.1, 5: 0.5, 6: 0.3})
-    assert steps(to_remove(run, RetentionPolicy(1, best=2, rule=BestRule(metric="loss", mode=mode)))) == removed
+    assert (
+        steps(to_remove(run, RetentionPolicy(1, best=2, rule=BestRule(metric="loss", mode=mode)))) == removed
+    )
     assert steps(to_remove(run, RetentionPolicy(1, rule=LOSS))) == [1, 2, 3, 4, 5], "none is asked for"
 
 
 def test_the_first_of_equal_values_stays() -> None:
-    assert steps(to_remove(rated({1: 0.5, 2: 0.5, 3: 0.5, 4: 0.6}), RetentionPolicy(1, best=1, rule=LOSS))) == [2, 3]
+    assert steps(
+        to_remove(rated({1: 0.5, 2: 0.5, 3: 0.5, 4: 0.6}), RetentionPolicy(1, best=1, rule=LOSS))
+    ) == [2, 3]
 
 
 def test_a_bad_one_is_never_best_and_a_doubtful_one_only_for_want_of_others() -> None:
@@ -380,6 +396,8 @@ def test_an_older_branch_neither_takes_a_place_nor_loses_one() -> None:
     removed = to_remove(old + new, RetentionPolicy(2), branches=branches)
     assert [(one.attempt, one.step) for one in removed] == [(1, 10), (3, 21)], "20 is where the branch began"
     late = [*old, checkpoint(50), *new]
-    assert (1, 30) in [(one.attempt, one.step) for one in to_remove(late, RetentionPolicy(2), branches=branches)]
+    assert (1, 30) in [
+        (one.attempt, one.step) for one in to_remove(late, RetentionPolicy(2), branches=branches)
+    ]
     back = Branches([made, Rewind(attempt=4, write_id="", to=(1, 40), newest=(3, 23))])
     assert steps(to_remove(old + new, RetentionPolicy(1), branches=back)) == [10, 30, 21, 22]

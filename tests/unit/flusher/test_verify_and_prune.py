@@ -124,7 +124,9 @@ def test_a_doubt_marks_what_is_published_and_read_back(
     rig = Rig(tmp_path / "run", held, verify=True, keep=0)
     rig.published(rig.old, rig.new)
     rig.wait()
-    rig.maintenance.update_doubts([DoubtedSteps(1, DOUBT), DoubtedSteps(7, Doubt(0, (0, 9), "of another attempt"))])
+    rig.maintenance.update_doubts(
+        [DoubtedSteps(1, DOUBT), DoubtedSteps(7, Doubt(0, (0, 9), "of another attempt"))]
+    )
     rig.wait()
     old, new = rig.read(rig.old), rig.read(rig.new)
     assert (old.state, old.note, old.display_state) == (State.DURABLE, READ_BACK, "doubtful")
@@ -292,7 +294,9 @@ def test_a_drifted_checkpoint_is_read_back_and_never_called_verified(
     (rig.root / manifest_name(drifted.file)).write_bytes(drifted.to_bytes())
     rig.published(rig.old, drifted)
     rig.wait()
-    said = [(item.key.step, item.event, item.note) for item in rig.inbox.drain() if isinstance(item, ReadBack)]
+    said = [
+        (item.key.step, item.event, item.note) for item in rig.inbox.drain() if isinstance(item, ReadBack)
+    ]
     assert said == [(1, "verified", ""), (2, "drifted", drifted.drift)]
     kept = Manifest.from_bytes(rig.store.read(manifest_name(drifted.file)), source=drifted.file)
     assert (kept.state, kept.note, kept.drift) == (State.DURABLE, READ_BACK, drifted.drift)

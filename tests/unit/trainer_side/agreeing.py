@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
-from holdfast.notices.messages import Announcement, Effect, EventLine, StepAnswer, AnnouncementKind
+from holdfast.notices.messages import Announcement, AnnouncementKind, Effect, EventLine, StepAnswer
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.notices.preemption import PreemptionCoordinator
 from holdfast.notices.should_save import InFlight
@@ -17,7 +17,11 @@ from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.pace.schedule import Schedule, SchedulePhase
 
 WHY = "every n steps: because"
-PROPOSED, APPOINTED, CALLED_OFF = AnnouncementKind.PROPOSED, AnnouncementKind.APPOINTED, AnnouncementKind.CALLED_OFF
+PROPOSED, APPOINTED, CALLED_OFF = (
+    AnnouncementKind.PROPOSED,
+    AnnouncementKind.APPOINTED,
+    AnnouncementKind.CALLED_OFF,
+)
 
 
 def terminate(seconds: float) -> Notice:

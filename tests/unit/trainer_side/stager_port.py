@@ -137,7 +137,9 @@ def make(
         else StagerInbox(rank, agreed, Schedule(auto=auto, wait_seconds_max=config.stager_seconds_max))
     )
     events = EventLog(config.events, role="trainer", rank=rank)
-    return Link(config, GreetedStager(port, welcome), inbox, events, rank=rank, reconnect=reconnect, clock=clock)
+    return Link(
+        config, GreetedStager(port, welcome), inbox, events, rank=rank, reconnect=reconnect, clock=clock
+    )
 
 
 def agreed_steps(link: Link) -> AgreedSteps:

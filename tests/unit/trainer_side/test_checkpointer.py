@@ -363,7 +363,9 @@ def test_a_notice_that_comes_too_late_saves_nothing_and_can_be_seen(link: FakeLi
 def test_after_a_rebalance_the_interval_is_shorter_for_a_while(link: FakeLink) -> None:
     rank = Rank(link)
     rank.checkpointer._every = 8
-    link.appoint(3, SaveInstruction(True, "there is no deadline", Notice(NoticeKind.REBALANCE, None, "aws"), 4, 11))
+    link.appoint(
+        3, SaveInstruction(True, "there is no deadline", Notice(NoticeKind.REBALANCE, None, "aws"), 4, 11)
+    )
     assert steps_begun(rank, range(33)) == [3, 5, 7, 9, 11, 15, 23, 31]
 
 

@@ -18,7 +18,7 @@ from holdfast.store import open_store
 from holdfast.wire.state_messages import Agreement, Proposal
 from tests.support.restoring import Ranks, ThreadPeers
 from tests.unit.trainer_side.tiers.ranks import Area, laid_out
-from trainer_side.joining import _attempt_without_stager, _attempt_beside_stager, compare_settings
+from trainer_side.joining import _attempt_beside_stager, _attempt_without_stager, compare_settings
 from trainer_side.link.no_stager import NoStager
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.ranks.ports import World

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from holdfast.checkpoints.identity import Identity
-from holdfast.checkpoints.lease import Lease, read_failure_count, claim_attempt
+from holdfast.checkpoints.lease import Lease, claim_attempt, read_failure_count
 from holdfast.errors import FencedError
 from holdfast.wire.failure_count import FailureCount
 from tests.support.memory_store import MemoryStore

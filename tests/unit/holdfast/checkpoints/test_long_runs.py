@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.identity import Identity
-from holdfast.checkpoints.lease import Lease, _LeaseRecord, _claim_name, plain_names_are_first, claim_attempt
+from holdfast.checkpoints.lease import Lease, _claim_name, _LeaseRecord, claim_attempt, plain_names_are_first
 from holdfast.checkpoints.lease import newest_attempt as newest_of_store
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import (
@@ -25,7 +25,14 @@ from holdfast.store.base import SMALL_BYTES_MAX
 from tests.support.checkpoints import add_small, manifest_of, small_image
 from tests.support.memory_store import MemoryStore
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.choice import Candidate, Holder, SliceKey, StoreCandidate, candidates, skip_set_aside
+from trainer_side.restore.choice import (
+    Candidate,
+    Holder,
+    SliceKey,
+    StoreCandidate,
+    candidates,
+    skip_set_aside,
+)
 from trainer_side.restore.inventory import CandidateListing, StoreListing
 
 _STEPS = 300

@@ -211,6 +211,8 @@ def test_a_region_is_compared_among_its_holders_alone() -> None:
     assert found.drifted == {1: ["model/shared"]}, "two of three agree"
     assert found.undecided == {"model/shared": [[3], [4]]}
     assert replicas.compare(layout, 7, {**same, 3: (8, 2)}) == Divergence(7, {3: ["model/whole"]}, {})
-    assert replicas.describe_unresolved(8).startswith("step 8: replicas have drifted apart at step 7, in model/whole,")
+    assert replicas.describe_unresolved(8).startswith(
+        "step 8: replicas have drifted apart at step 7, in model/whole,"
+    )
     assert replicas.compare(layout, 8, same) is None
     assert not replicas.describe_unresolved(8), "all of it was looked at again"

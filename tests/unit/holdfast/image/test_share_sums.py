@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError
 from holdfast.image.index import LayoutIndex
-from holdfast.image.share_sums import ShareSums, combine_sums, entry_crcs_of, part_crcs, entry_pieces
+from holdfast.image.share_sums import ShareSums, combine_sums, entry_crcs_of, entry_pieces, part_crcs
 from holdfast.image.shares import Shares
 from tests.support.images import Image, made_up
 
@@ -58,7 +58,9 @@ def test_a_share_with_too_few_sums_is_named() -> None:
 def test_pieces_cover_each_entry_once() -> None:
     shares = Shares.of(IMAGE.layout, 3, 1)
     pieces = [
-        piece for share in range(shares.count) for piece in entry_pieces(IMAGE.layout, shares.chunks_of(share))
+        piece
+        for share in range(shares.count)
+        for piece in entry_pieces(IMAGE.layout, shares.chunks_of(share))
     ]
     sizes = [0] * len(IMAGE.layout.entries)
     for piece in pieces:

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.errors import ProtocolError
 from holdfast.net import handshake
-from holdfast.net.handshake import Hello, VersionMismatch, Status
+from holdfast.net.handshake import Hello, Status, VersionMismatch
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 HELLO = Hello(1, 4, 2, "slurm-17", b"i" * 16, b"n" * 32, resuming=True, generation=3, lead_attempt=12)

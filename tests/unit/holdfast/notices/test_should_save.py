@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.notices.should_save import Choice, InFlight, StagingTimes, Outlook, should_save
+from holdfast.notices.should_save import Choice, InFlight, Outlook, StagingTimes, should_save
 
 _SECONDS = st.floats(0, 1e5, allow_nan=False)
 _OUTLOOKS = st.builds(

@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.notify.alert import Alert, Severity
 from holdfast.notify.alert_command import AlertCommand
-from holdfast.notify.notifier import Destination, Notifier, AlertRateLimiter
+from holdfast.notify.notifier import AlertRateLimiter, Destination, Notifier
 from holdfast.notify.webhook import Undelivered, Webhook
 from tests.support.post_server import SECRET, PostServer
 

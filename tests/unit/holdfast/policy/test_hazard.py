@@ -23,7 +23,10 @@ def test_the_line_says_what_was_seen_and_what_follows() -> None:
     assert hazard.description == "failures: 3 in 5.2 h observed, prior 1 in 3 h → one in 2 h"
     many = Hazard.from_observed(FailureCount(99, 600.0), prior_mtbf_hours=0.5)
     assert many.description == "failures: 99 in 10 min observed, prior 1 in 30 min → one in 24 s"
-    assert Hazard.from_observed(FailureCount()).description == "failures: 0 in 0 s observed, prior 1 in 3 h → one in 3 h"
+    assert (
+        Hazard.from_observed(FailureCount()).description
+        == "failures: 0 in 0 s observed, prior 1 in 3 h → one in 3 h"
+    )
     assert Hazard.from_mtbf(8.0).description == "failures: one in 8 h, as set (mtbf_hours)"
 
 

@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import ProtocolError
 from holdfast.ring import remains
 from holdfast.ring.journal import SlotState
-from holdfast.ring.remains import held_checkpoints, decode_held, encode_held
+from holdfast.ring.remains import decode_held, encode_held, held_checkpoints
 from holdfast.ring.ring import Ring
 
 

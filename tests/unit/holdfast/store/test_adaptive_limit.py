@@ -82,7 +82,8 @@ def _crowded(width: int) -> float:
 
 def test_where_more_connections_make_it_slower_it_goes_back() -> None:
     widths, speed = _play(
-        AdaptiveLimit(8, minimum=2, maximum=128), lambda width: 400 * _MB / (1 + (width / 16) ** 2) * width / 16
+        AdaptiveLimit(8, minimum=2, maximum=128),
+        lambda width: 400 * _MB / (1 + (width / 16) ** 2) * width / 16,
     )
     assert speed >= 0.85 * 200 * _MB
     assert 8 <= sorted(widths)[len(widths) // 2] <= 32

@@ -154,7 +154,9 @@ def test_the_first_rename_of_a_full_log_serves_all_writers(tmp_path: Path) -> No
     rotate(one, path, bytes_max=100)
     path.write_bytes(b"y" * 100)
     rotate(other, path, bytes_max=100)
-    assert [file.read_bytes()[:1] for _, file in numbered_files(path)] == [b"x"], "the next file was not its own"
+    assert [file.read_bytes()[:1] for _, file in numbered_files(path)] == [b"x"], (
+        "the next file was not its own"
+    )
     assert path.exists()
     os.close(one)
     os.close(other)
@@ -257,5 +259,6 @@ def test_no_record_is_longer_than_the_limit(fields: dict[str, object]) -> None:
 
 def test_a_fitting_record_is_written_as_it_is() -> None:
     assert (
-        encode_event({"time": 1.0, "event": "e", "path": Path("/x")}) == b'{"time":1.0,"event":"e","path":"/x"}\n'
+        encode_event({"time": 1.0, "event": "e", "path": Path("/x")})
+        == b'{"time":1.0,"event":"e","path":"/x"}\n'
     )

@@ -33,8 +33,12 @@ def test_the_newest_is_that_of_the_highest_attempt_and_step() -> None:
     metrics = Metrics("flusher", "r", clock=lambda: now[0])
     metrics.handle_event("durable", durable(attempt=2), 40)
     now[0] = 2000.0
-    metrics.handle_event("durable", durable(attempt=1), 90)  # of the previous job, flushed later from its ring
-    metrics.handle_event("found", {"attempt": 1, "state": "verified", "created": "2020-01-01T00:00:00+00:00"}, 80)
+    metrics.handle_event(
+        "durable", durable(attempt=1), 90
+    )  # of the previous job, flushed later from its ring
+    metrics.handle_event(
+        "found", {"attempt": 1, "state": "verified", "created": "2020-01-01T00:00:00+00:00"}, 80
+    )
     assert value(metrics, "holdfast_newest_step", level="durable") == 40
     assert value(metrics, "holdfast_newest_timestamp_seconds", level="durable") == 1000.0
     assert value(metrics, "holdfast_newest_step", level="verified") == 80

@@ -26,7 +26,7 @@ from holdfast.telemetry.status_document import (
     StatusLine,
     read_status,
 )
-from holdfast.telemetry.status_socket import request_status, shrink_to_fit, serve_status, socket_path
+from holdfast.telemetry.status_socket import request_status, serve_status, shrink_to_fit, socket_path
 
 SECONDS_MAX = 30.0
 

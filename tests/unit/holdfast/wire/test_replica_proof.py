@@ -13,7 +13,7 @@ from holdfast.errors import ProtocolError, StateError
 from holdfast.image.replicas import format_ranks
 from holdfast.wire.frames import decode
 from holdfast.wire.layout_round import LayoutRound
-from holdfast.wire.replica_proof import ReplicaProof, decode_sums, encode_sums, compare_replicas
+from holdfast.wire.replica_proof import ReplicaProof, compare_replicas, decode_sums, encode_sums
 from holdfast.wire.state_messages import Agreement, Proposal
 
 ROWS: list[list[Any]] = [

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from operator_side.drill.batches import explain_different_batches
-from operator_side.drill.findings import KillFinding, ExecutedKill
+from operator_side.drill.findings import ExecutedKill, KillFinding
 from operator_side.drill.kill_plan import Kill, KillTarget
 
 RANKS = 2

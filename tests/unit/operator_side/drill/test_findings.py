@@ -4,8 +4,14 @@ from typing import Any
 
 import pytest
 
-from operator_side.drill.compare import FileComparison, Difference, constants
-from operator_side.drill.findings import Samples, ExecutedKill, compare_counters, examine_kills, compare_samples
+from operator_side.drill.compare import Difference, FileComparison, constants
+from operator_side.drill.findings import (
+    ExecutedKill,
+    Samples,
+    compare_counters,
+    compare_samples,
+    examine_kills,
+)
 from operator_side.drill.kill_plan import Kill, KillTarget
 
 LENGTH = 10
@@ -81,7 +87,11 @@ def examined(*, resumed: int, staged: int = 3, files: list[FileComparison] | Non
     ]
     events = [{"event": "staged", "role": "stager", "step": staged, "time": 15.0}]
     (finding,) = examine_kills(
-        [ExecutedKill(KILL, None, 16.5)], diary=trained(1, 0, 6), events=events, status=status, files=files or []
+        [ExecutedKill(KILL, None, 16.5)],
+        diary=trained(1, 0, 6),
+        events=events,
+        status=status,
+        files=files or [],
     )
     return finding
 
@@ -125,7 +135,9 @@ def test_differing_values_are_named() -> None:
 def test_a_value_that_differs_between_runs_and_never_changes_is_a_constant(
     values: list[tuple[str, str]], constant: bool
 ) -> None:
-    files = [FileComparison(step, 1, f"{step}", (Difference("rng", *pair),)) for step, pair in enumerate(values)]
+    files = [
+        FileComparison(step, 1, f"{step}", (Difference("rng", *pair),)) for step, pair in enumerate(values)
+    ]
     assert constants(files, 0) == ({"rng"} if constant else set())
     assert constants([one._replace(step=one.step + 1) for one in files], 0) == set(), (
         "nothing was before the kill"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import ConfigError
-from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, KillSequence, SendKill, plan_kills
+from operator_side.drill.kill_plan import GiveNotice, Kill, KillSequence, KillTarget, SendKill, plan_kills
 from tests.support.seeds import each_seed
 
 CHECKPOINTS = [4, 9, 14, 19, 24, 29]
@@ -74,7 +74,9 @@ def test_after_a_notice_the_kill_waits_for_its_answer_or_its_time(answered: bool
 
 
 def test_the_next_kill_waits_until_training_resumes_and_a_step_of_the_reference_is_staged() -> None:
-    kills = [Kill(n, KillTarget.STAGER, notice=False, rank=0, after_step=5 * n, delay_fraction=0.0) for n in (1, 2)]
+    kills = [
+        Kill(n, KillTarget.STAGER, notice=False, rank=0, after_step=5 * n, delay_fraction=0.0) for n in (1, 2)
+    ]
     sequence = KillSequence(kills, notice_seconds=NOTICE_SECONDS, comparable=CHECKPOINTS)
     sequence.record_staged(9)
     sequence.record_training()

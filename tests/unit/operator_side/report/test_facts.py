@@ -338,7 +338,9 @@ def test_manifests_alone_tell_of_checkpoints(tmp_path: Path) -> None:
     said = " ".join(summarize_run(facts))
     assert "newest good one is step 10" in said
     assert "it does not say when the run trained and when it was idle" in said
-    assert find_hints(facts)[0].text.startswith("Step 20 (attempt 1) was read back and is bad: chunk 3 differs")
+    assert find_hints(facts)[0].text.startswith(
+        "Step 20 (attempt 1) was read back and is bad: chunk 3 differs"
+    )
     assert any("No event log was given" in text for text in facts.unknown)
 
 

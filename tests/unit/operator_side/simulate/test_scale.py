@@ -18,12 +18,20 @@ from operator_side.simulate.scale import (
     Machine,
     Shape,
     best_ring,
-    smallest_machine,
     find_machine,
+    smallest_machine,
     staged_seconds,
     stagers_needed,
 )
-from stager.session.session_messages import Done, Durable, FillSlot, GrantCredit, MarkFull, MarkStaged, SendMessage
+from stager.session.session_messages import (
+    Done,
+    Durable,
+    FillSlot,
+    GrantCredit,
+    MarkFull,
+    MarkStaged,
+    SendMessage,
+)
 from tests.unit.stager.session.sessions import Stager
 
 _CHUNK = 4096

@@ -109,7 +109,9 @@ def test_total_time_grows_as_losses_come_more_often_and_never_below_the_work() -
     job = TrainingJob(8, 8, SECOND_US, 20 * SECOND_US, target=20_000)
     medians = []
     for mtbf_hours in (0.5, 2.0, 1000.0):
-        some, ideal = total_times(job, make_lanes([_STRATEGY], [50]), mtbf_hours=mtbf_hours, samples=20, seed=1)
+        some, ideal = total_times(
+            job, make_lanes([_STRATEGY], [50]), mtbf_hours=mtbf_hours, samples=20, seed=1
+        )
         assert some.hours is not None
         assert ideal.hours is not None
         assert ideal.strategy == IDEAL

@@ -202,4 +202,6 @@ def test_made_up_losses_come_as_often_as_was_asked_and_are_replaced() -> None:
     ends = windows.time_us[-1] < windows.length_us - 50
     assert (windows.count[-1, ends] == 8).all()
     with pytest.raises(ConfigError, match="expected at most 1000000"):
-        poisson_windows(nodes=8, mtbf_us=1, provision_us=0, length_us=10**9, samples=1, rng=np.random.default_rng(3))
+        poisson_windows(
+            nodes=8, mtbf_us=1, provision_us=0, length_us=10**9, samples=1, rng=np.random.default_rng(3)
+        )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operator_side.status.loss import LossInputs, Loss, SavedPoint, loss_with_node, loss_with_trainers
+from operator_side.status.loss import Loss, LossInputs, SavedPoint, loss_with_node, loss_with_trainers
 
 STAGED, DURABLE = SavedPoint(1, 40, 1040.0), SavedPoint(1, 20, 1020.0)
 

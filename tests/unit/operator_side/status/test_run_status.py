@@ -196,7 +196,9 @@ def test_the_interval_has_the_stagers_reason_and_none_from_one_that_says_none() 
     assert found.document()["interval"]["why"] == why
     assert f"{line}, from the last two saves\n  auto: 0.9 % stall, expected loss 38 s" in shown(found)
     another = said("stager", interval_why="every 41 steps: 0.1 % stall")
-    assert "auto: every 41 steps: 0.1 % stall" in shown(status(flusher_document=flusher, stager_document=another))
+    assert "auto: every 41 steps: 0.1 % stall" in shown(
+        status(flusher_document=flusher, stager_document=another)
+    )
     for older in (said("stager"), None):
         found = status(flusher_document=flusher, stager_document=older)
         assert found.interval == Interval(15, 15.0)

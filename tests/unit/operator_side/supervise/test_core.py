@@ -16,24 +16,24 @@ from operator_side.supervise.hosts import Host
 from operator_side.supervise.limits import Limits
 from operator_side.supervise.supervisor_messages import (
     Action,
+    AllJoined,
     ClockTick,
-    ProcessExited,
     Event,
-    MpirunExited,
     Finish,
     HostsSeen,
-    AllJoined,
     KillAttempt,
     Launch,
-    PollFleet,
+    MpirunExited,
     Note,
-    RankNoticed,
+    PollFleet,
+    ProcessExited,
     ProcessStarted,
     RankDead,
+    RankNoticed,
     RankRestored,
     RankSilence,
-    StepDurable,
     RankStepped,
+    StepDurable,
     StepStaged,
     Stop,
     Terminate,
@@ -171,7 +171,9 @@ def test_a_stager_that_ends_before_the_others_ends_no_attempt() -> None:
 
 
 def test_a_stager_of_several_that_was_killed_is_named() -> None:
-    story = Story(stagers=2, lost_seconds_max=30).launch().tell(AllJoined(), AllJoined(), ProcessExited(3, -9))
+    story = (
+        Story(stagers=2, lost_seconds_max=30).launch().tell(AllJoined(), AllJoined(), ProcessExited(3, -9))
+    )
     story.tell(ClockTick(), seconds=31)
     assert story.of(Terminate)
     assert any("stager 2/2 has ended" in note.message for note in story.of(Note))
@@ -290,7 +292,10 @@ def test_a_rank_that_ends_well_before_the_others_is_no_loss() -> None:
 
 def test_silence_ends_it_unless_it_is_over_in_time() -> None:
     story = (
-        Story(silent_seconds_max=30).launch().tell(RankSilence(1)).tell(RankSilence(1, is_over=True), seconds=29)
+        Story(silent_seconds_max=30)
+        .launch()
+        .tell(RankSilence(1))
+        .tell(RankSilence(1, is_over=True), seconds=29)
     )
     story.tell(ClockTick(), seconds=100)
     assert not story.of(Terminate)
@@ -444,7 +449,9 @@ def test_the_way_back_to_training_is_told_phase_by_phase() -> None:
         ProcessExited(1, -9), MpirunExited(1), HostsSeen(None), seconds=32
     ).wait()
     assert len(_told(story, "lost")) == 2
-    story.launch().tell(RankRestored(0, 3), RankRestored(1, 3), seconds=64).tell(RankStepped(0, 4), RankStepped(1, 4))
+    story.launch().tell(RankRestored(0, 3), RankRestored(1, 3), seconds=64).tell(
+        RankStepped(0, 4), RankStepped(1, 4)
+    )
     assert _told(story, "restored")[-1] == {"attempt": 3, "step": 3}
     told = _told(story, "training")[-1]
     assert set(told) >= {"ended_seconds", "launched_seconds", "restored_seconds", "training_seconds"}
@@ -503,7 +510,9 @@ ANY = st.one_of(
         st.one_of(st.none(), st.sets(st.sampled_from("abc")).map(lambda names: hosts(*sorted(names)))),
     ),
     st.builds(ProcessStarted, RANK, st.sampled_from("abc")),
-    st.builds(ProcessExited, RANK, st.sampled_from([0, 1, 2, -9, -11, -15]), st.sampled_from(["", "ValueError"])),
+    st.builds(
+        ProcessExited, RANK, st.sampled_from([0, 1, 2, -9, -11, -15]), st.sampled_from(["", "ValueError"])
+    ),
     st.builds(StepStaged, STEP),
     st.builds(StepDurable, STEP),
     st.builds(RankSilence, RANK, st.booleans()),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from operator_side.supervise.exit_codes import RETRY_EXIT_CODE, ExitDecision, CommandOutcome, decide_exit_code
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE, CommandOutcome, ExitDecision, decide_exit_code
 
 TRAINER, LAUNCHER = 41, 40
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31337"

@@ -31,16 +31,16 @@ from operator_side.supervise.job_output import (
 )
 from operator_side.supervise.job_processes import JobProcesses, RunFiles
 from operator_side.supervise.supervisor_messages import (
-    ProcessExited,
     AllJoined,
     Launch,
-    RankNoticed,
+    ProcessExited,
     ProcessStarted,
+    RankNoticed,
     RankRestored,
     RankSilence,
+    RankStepped,
     Report,
     StepDurable,
-    RankStepped,
     StepStaged,
 )
 

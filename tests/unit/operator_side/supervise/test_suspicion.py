@@ -9,11 +9,11 @@ import pytest
 from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.supervise.core import SupervisorPhase
 from operator_side.supervise.supervisor_messages import (
-    ProcessExited,
-    RetainCheckpoint,
     Launch,
     Note,
+    ProcessExited,
     RankRestored,
+    RetainCheckpoint,
     StepDurable,
     StepStaged,
 )

@@ -12,7 +12,12 @@ import pytest
 
 from holdfast.notify.alert import alert_for
 from operator_side.supervise.kept_stager import KeptStager
-from operator_side.supervise.torchrun_job import TorchrunJob, as_supervisor_event, torchrun_arguments, torchrun_line
+from operator_side.supervise.torchrun_job import (
+    TorchrunJob,
+    as_supervisor_event,
+    torchrun_arguments,
+    torchrun_line,
+)
 
 _SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 _SUCCEEDS = [sys.executable, "-S", "-c", ""]

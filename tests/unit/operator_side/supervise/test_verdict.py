@@ -85,7 +85,9 @@ def test_a_process_of_a_rank_that_was_killed_for_memory_is_named_beside_its_exce
 
 
 def test_a_process_killed_by_the_supervisor_is_not_blamed_on_memory() -> None:
-    verdict = judge(evidence(Death(1, -9, by_supervisor=True, out_of_memory=True), give_up_reason="rank 0 is silent"))
+    verdict = judge(
+        evidence(Death(1, -9, by_supervisor=True, out_of_memory=True), give_up_reason="rank 0 is silent")
+    )
     assert verdict.cause is Cause.LOST
     assert judge(evidence(Death(1, -15, out_of_memory=True))).cause is Cause.KILLED
 

@@ -186,7 +186,9 @@ def test_a_proposed_step_is_answered_with_where_training_is(link: Link, port: Fa
     reached: list[SaveInstruction | None] = []
     waiting = threading.Thread(target=lambda: reached.append(agreed_steps(link).reach(9)))
     waiting.start()
-    terms = SaveInstruction(True, "there is time", Notice(NoticeKind.TERMINATE, time.time() + 60, "aws", rank=1))
+    terms = SaveInstruction(
+        True, "there is time", Notice(NoticeKind.TERMINATE, time.time() + 60, "aws", rank=1)
+    )
     message = wire.encode(Kind.SAVE_AT, attempt=1, step=9, flags=1, arg=1, body=wire.to_json(terms.to_json()))
     assert waiting.is_alive()
     with port.lock:

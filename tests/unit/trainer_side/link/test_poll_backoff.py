@@ -142,5 +142,7 @@ def test_where_they_crowd_none_keeps_a_core_to_itself(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr("trainer_side.link.poll_backoff.time", SimpleNamespace(sleep=slept.append))
-    PollBackoff(cast(Outbox, _Waits(streaming=True)), lambda: 0.0, processes_per_core).pause(is_fetching=False)
+    PollBackoff(cast(Outbox, _Waits(streaming=True)), lambda: 0.0, processes_per_core).pause(
+        is_fetching=False
+    )
     assert slept == [pause_seconds]

@@ -17,7 +17,7 @@ from tests.unit.trainer_side.stager_port import CHUNK, SECONDS_MAX, FakePort, un
 from trainer_side.background_thread import ThreadDied
 from trainer_side.link import rejoining
 from trainer_side.link.job_state import JobState
-from trainer_side.link.rejoining import RejoinedStager, Reconnect, Rejoining
+from trainer_side.link.rejoining import Reconnect, RejoinedStager, Rejoining
 from trainer_side.ranks.ports import GenerationOver, StartReplaced
 
 BEFORE = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)

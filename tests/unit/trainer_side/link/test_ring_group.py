@@ -68,7 +68,9 @@ def test_bytes_come_from_the_ring_that_has_them_and_it_is_asked_first_for_the_ne
     rings = [Ring([_held(5, range(2))]), Ring([_held(5, range(2, 5))])]
     group = RingGroup([ring.fetch for ring in rings])
     for chunk in range(5):
-        assert group.fetch(FetchKind.BYTES, attempt=1, step=5, chunk=chunk, body=b"x") == b"x" + bytes([chunk])
+        assert group.fetch(FetchKind.BYTES, attempt=1, step=5, chunk=chunk, body=b"x") == b"x" + bytes(
+            [chunk]
+        )
     assert [chunk for _, chunk in rings[0].asked] == [0, 1, 2]
     assert [chunk for _, chunk in rings[1].asked] == [2, 3, 4]
     assert group.fetch(FetchKind.BYTES, attempt=1, step=5, chunk=9) is None

@@ -27,7 +27,9 @@ from trainer_side.transfer import Transfer, TransferState
 
 STAGERS = 2
 SHARES = Shares.of(LAYOUT, STAGERS, 1)
-FRAMES = [[chunk for chunk, _ in LAYOUT.sent_frames(0) if SHARES.owner(chunk) == index] for index in range(STAGERS)]
+FRAMES = [
+    [chunk for chunk, _ in LAYOUT.sent_frames(0) if SHARES.owner(chunk) == index] for index in range(STAGERS)
+]
 
 
 class Scene:
@@ -44,7 +46,9 @@ class Scene:
                 port,
                 member=index > 0,
                 clock=lambda: time.monotonic() + self.now,
-                reconnect=Reconnect(lambda _, index=index: self._come_again(index), lambda: 0) if again else None,  # type: ignore[misc]
+                reconnect=Reconnect(lambda _, index=index: self._come_again(index), lambda: 0)
+                if again
+                else None,  # type: ignore[misc]
                 **settings,
             )
             for index, port in enumerate(self.ports)

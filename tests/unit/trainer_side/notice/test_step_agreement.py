@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError
 from holdfast.notices import preemption
-from holdfast.notices.messages import Announcement, StepAnswer, AnnouncementKind
-from holdfast.notices.step_agreement import ProposalState, Margin, StepAgreement
+from holdfast.notices.messages import Announcement, AnnouncementKind, StepAnswer
+from holdfast.notices.step_agreement import Margin, ProposalState, StepAgreement
 from holdfast.wire.frames import Frame, Kind
 from stager import interval_agreement
 from tests.unit.trainer_side.agreeing import (

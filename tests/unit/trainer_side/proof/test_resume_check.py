@@ -85,7 +85,12 @@ class Trained:
     ) -> None:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
         self.check = ResumeCheck(
-            {"optimizer": optimizer}, link, tiers, peers, EventLog(None, role="trainer"), stop_on_difference=stops
+            {"optimizer": optimizer},
+            link,
+            tiers,
+            peers,
+            EventLog(None, role="trainer"),
+            stop_on_difference=stops,
         )
         self._rank = peers.rank
 

@@ -18,7 +18,7 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, PeerLost
 from tests.unit.trainer_side.ranks.test_store_mailbox import SERVER
 from trainer_side.ranks.c10d_store import JobStore, append
-from trainer_side.ranks.c10d_world import C10dWorld, _launch, _rendezvous, _own_rank
+from trainer_side.ranks.c10d_world import C10dWorld, _launch, _own_rank, _rendezvous
 
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "RANK", "WORLD_SIZE")
 

@@ -68,7 +68,9 @@ def test_newest_first_each_whole_and_nothing_is_left_out(
 ) -> None:
     store_listing = [one._replace(number=number) for number, one in enumerate(store_listing)]
     listed = candidates(found, store_listing)
-    assert listed == candidates(list(reversed(found)), store_listing), "every rank must come to the same order"
+    assert listed == candidates(list(reversed(found)), store_listing), (
+        "every rank must come to the same order"
+    )
     drifted = [isinstance(item, Candidate) and bool(item.drift) for item in listed]
     assert drifted == sorted(drifted), "those whose replicas were not the same come last"
     for kind in (False, True):
@@ -98,7 +100,9 @@ def test_newest_first_each_whole_and_nothing_is_left_out(
     of_tiers = [item.key for item in listed if isinstance(item, Candidate) and item.key is not None]
     assert len(of_tiers) == len(set(of_tiers))
     passed = [item for item in listed if isinstance(item, SkippedCheckpoint)]
-    assert len(of_tiers) + sum(not item.was_complete for item in passed) == len({holder.key for holder in found})
+    assert len(of_tiers) + sum(not item.was_complete for item in passed) == len(
+        {holder.key for holder in found}
+    )
     of_store = [item for item in listed if isinstance(item, Candidate) and item.key is None]
     assert len(of_store) == sum(not one.fault for one in store_listing)
     assert sum(item.was_complete for item in passed) == sum(bool(one.fault) for one in store_listing)

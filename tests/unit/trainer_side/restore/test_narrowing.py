@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from holdfast.errors import StateError
-from trainer_side.restore.narrowing import StageNames, needs_all_names, narrow
-from trainer_side.state.optimizer_places import keyed_by_name, first_names, parameter_names
+from trainer_side.restore.narrowing import StageNames, narrow, needs_all_names
+from trainer_side.state.optimizer_places import first_names, keyed_by_name, parameter_names
 from trainer_side.state.position_names import Positions, positions
 from trainer_side.state.tree import collect
 

@@ -18,7 +18,7 @@ from tests.unit.trainer_side.tiered import assert_step, bring_back, saved
 from tests.unit.trainer_side.tiers.ranks import until
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.inventory import newest_attempt
-from trainer_side.tiers.tier import SealedSlice, Nearness, Tier
+from trainer_side.tiers.tier import Nearness, SealedSlice, Tier
 from trainer_side.tiers.tier_inventory import take_inventory
 
 SECONDS_MAX = 5.0  # the wait for a device is a tenth of it

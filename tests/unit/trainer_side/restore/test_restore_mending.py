@@ -24,7 +24,7 @@ from tests.support.slices import DictTier
 from tests.unit.trainer_side.tiered import Vector, assert_step, bring_back, saved
 from trainer_side.restore import targets as targets_module
 from trainer_side.restore.restore import restore
-from trainer_side.tiers.tier import SealedSlice, Nearness
+from trainer_side.tiers.tier import Nearness, SealedSlice
 
 _SOME = (Nearness.MEMORY, Nearness.FILE)
 _SMALL = {step: saved(step, size=2000) for step in (4, 5)}

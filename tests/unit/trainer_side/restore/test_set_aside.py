@@ -112,7 +112,9 @@ def test_the_reason_of_one_that_is_damaged_stays() -> None:
     assert skip_set_aside(listed, []) is listed
     assert skip_set_aside(listed, [CheckpointId(1, 3)]) == [
         listed[0],
-        SkippedCheckpoint(1, 3, "step 3 (attempt 1) is set aside by the setting restore_set_aside", was_complete=True),
+        SkippedCheckpoint(
+            1, 3, "step 3 (attempt 1) is set aside by the setting restore_set_aside", was_complete=True
+        ),
         listed[2],
     ]
     assert candidates([], []) == skip_set_aside([], [CheckpointId(1, 3)])

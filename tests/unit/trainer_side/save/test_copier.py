@@ -198,7 +198,9 @@ def test_ranks_compare_their_replicas_themselves_where_no_stager_does(lives: boo
     copier.close_gate()
     fingerprints = cast(Fingerprints, FakeFingerprints())
     copier.copy(
-        CopyJob(transfer, cast(Staging, staging), cast(Router, staging), taken, None, fingerprints, tier_write)
+        CopyJob(
+            transfer, cast(Staging, staging), cast(Router, staging), taken, None, fingerprints, tier_write
+        )
     )
     staging.go.set()
     assert not copier.wait()

@@ -19,9 +19,9 @@ from tests.unit.trainer_side.save.conftest import on_mesh
 from trainer_side.save.split_step import (
     StepArguments,
     collective_step_reason,
+    run_closure,
     split_step,
     unsplittable_reason,
-    run_closure,
 )
 from trainer_side.state.split_tensor import local_of
 

@@ -170,7 +170,9 @@ def test_a_frame_is_ready_only_with_the_bytes_of_this_checkpoint() -> None:
     staging.copy_now(taken.sources, taken.contents)
     look()
     route = _route(skeleton, taken)
-    staging.copy_gated(taken.sources, route, after=None, cancelled=lambda: False, release=look, on_all_read=look)
+    staging.copy_gated(
+        taken.sources, route, after=None, cancelled=lambda: False, release=look, on_all_read=look
+    )
     look()
     for offset, end in zip(frames, ends, strict=True):
         assert seen[offset] == bytes(staging.view(offset, end - offset))

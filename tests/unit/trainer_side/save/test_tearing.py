@@ -103,7 +103,9 @@ class Run:
             self.link.stage(step)
         else:
             assert step in self.link.declined, f"step {step} is neither whole nor withdrawn"
-            transfer.set_state(TransferState.DECLINED, self.link.declined[step])  # as the stager tells all ranks
+            transfer.set_state(
+                TransferState.DECLINED, self.link.declined[step]
+            )  # as the stager tells all ranks
 
     def _got(self, area: Any) -> dict[str, bytes]:
         layout = self.link.layouts[-1]

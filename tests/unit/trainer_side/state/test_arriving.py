@@ -8,7 +8,7 @@ import torch
 
 from trainer_side.state.recall import snapshot
 from trainer_side.state.survey import Outline
-from trainer_side.state.tree import PendingNumber, scaler_state, resolve_pending
+from trainer_side.state.tree import PendingNumber, resolve_pending, scaler_state
 
 
 def _tree(scale: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import nn
 from holdfast.errors import StateError
 from holdfast.wire.layout_round import LayoutRound
 from holdfast.wire.state_messages import Agreement, Proposal
-from trainer_side.state.optimizer_places import keyed_by_name, first_names, parameter_names
+from trainer_side.state.optimizer_places import first_names, keyed_by_name, parameter_names
 from trainer_side.state.pickling import load_structure
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
 from trainer_side.state.sparse_file import SparseFile

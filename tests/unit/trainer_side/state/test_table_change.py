@@ -9,7 +9,7 @@ import torch
 
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import Split
-from trainer_side.state.tensor_table import TensorTable, table, describe_change
+from trainer_side.state.tensor_table import TensorTable, describe_change, table
 
 _PART = torch.zeros(4, 2)
 _STATE: dict[str, Any] = {

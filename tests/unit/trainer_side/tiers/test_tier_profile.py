@@ -44,18 +44,18 @@ class _Counting:
 
 
 def test_the_least_time_for_a_slice_wins() -> None:
-    assert choose_profile({TierProfile(1, 1): 4.0, TierProfile(1, 2): 2.0, TierProfile(1, 4): 2.5}) == TierProfile(
-        1, 2
-    )
-    assert choose_profile({TierProfile(1, 2): 2.0, TierProfile(2, 2): 3.0, TierProfile(3, 2): 4.8}) == TierProfile(
-        2, 2
-    )
+    assert choose_profile(
+        {TierProfile(1, 1): 4.0, TierProfile(1, 2): 2.0, TierProfile(1, 4): 2.5}
+    ) == TierProfile(1, 2)
+    assert choose_profile(
+        {TierProfile(1, 2): 2.0, TierProfile(2, 2): 3.0, TierProfile(3, 2): 4.8}
+    ) == TierProfile(2, 2)
 
 
 def test_the_fewest_writers_of_nearly_equal_profiles_win() -> None:
-    assert choose_profile({TierProfile(1, 1): 2.0, TierProfile(1, 2): 1.95, TierProfile(1, 4): 1.92}) == TierProfile(
-        1, 1
-    )
+    assert choose_profile(
+        {TierProfile(1, 1): 2.0, TierProfile(1, 2): 1.95, TierProfile(1, 4): 1.92}
+    ) == TierProfile(1, 1)
     assert choose_profile({TierProfile(1, 4): 2.0, TierProfile(2, 1): 3.9}) == TierProfile(1, 4)
 
 
