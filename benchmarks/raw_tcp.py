@@ -106,7 +106,7 @@ def _send(port: StagerPort, chunk_bytes: int) -> None:
             if frame.kind is Kind.STAGED:
                 return
             credited.append(frame.arg)
-        sending = [handle for handle in sending if not port.sent(handle)]
+        sending = [handle for handle in sending if not port.is_sent(handle)]
         while credited and len(sending) < _IN_FLIGHT:
             sending.append(port.send_payload(chunk, credited.pop(0), [chunk_bytes]))
         time.sleep(_PAUSE_SECONDS)

@@ -51,15 +51,15 @@ def note(path: str) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     pid, forward = os.getpid(), Retrying.forward
 
-    def noted(self: Retrying, what: str, call: Callable[[], Any], name: str = "") -> Any:
+    def noted(self: Retrying, method: str, call: Callable[[], Any], name: str = "") -> Any:
         begun = time.monotonic()
-        if what != "write_part":
+        if method != "write_part":
             time.sleep(_LATENCY_SECONDS)
         try:
-            return forward(self, what, call, name)
+            return forward(self, method, call, name)
         finally:
             # One write in append mode: lines of several processes do not mix.
-            os.write(file, json.dumps([pid, what, name, begun, time.monotonic()]).encode() + b"\n")
+            os.write(file, json.dumps([pid, method, name, begun, time.monotonic()]).encode() + b"\n")
 
     Retrying.forward = noted  # type: ignore[method-assign]
 

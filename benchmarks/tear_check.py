@@ -60,12 +60,12 @@ def main() -> None:
         return taken
 
     taken = save()
-    instant = check.take(taken, 0)
+    instant = check.capture_instant(taken, 0)
     assert instant is not None
 
     def copy(instant: SavedInstant | None) -> None:
         def look(batch: Batch) -> None:
-            assert instant is None or not instant.changed_in(batch)
+            assert instant is None or not instant.find_changed_in(batch)
 
         def look_at_copy(batch: Batch) -> None:
             assert instant is None or not instant.find_miscopied(batch, area.memory)
@@ -75,9 +75,9 @@ def main() -> None:
             router.route(taken.sources, dict, order_changed=False),
             after=None,
             cancelled=lambda: False,
-            passed=lambda _: None,
-            copied=lambda: None,
-            was_read=look,
+            release=lambda _: None,
+            on_all_read=lambda: None,
+            on_read=look,
             on_copied=look_at_copy,
         )
 
@@ -86,8 +86,8 @@ def main() -> None:
     click.echo(f"{processor}; {tensors} tensors behind the gate, {mib} MiB")
     for name, call in (
         ("save(), without", save),
-        ("save(): counters and words are taken", lambda: check.take(taken, 7)),
-        ("the first update, while a copy is under way", instant.changed),
+        ("save(): counters and words are taken", lambda: check.capture_instant(taken, 7)),
+        ("the first update, while a copy is under way", instant.find_changed),
         ("the whole comparison, before an update", lambda: instant.find_uncounted_change(area.memory)),
         ("copy thread, without", lambda: copy(None)),
         ("copy thread, with", lambda: copy(instant)),

@@ -114,7 +114,7 @@ class IntervalAgreement:
     def _call_off(self, why: str, *, loud: bool = False) -> list[Effect]:
         every = self._request.every
         text = f"the interval stays as it is ({every} steps were wanted): {why}"
-        event_line = EventLine("interval_kept", text, {"reason": why, "every": every}, loud=loud)
+        event_line = EventLine("interval_kept", text, {"reason": why, "every": every}, is_error=loud)
         return [self._agreement.call_off(), event_line]
 
     def _loosen(self, why: str) -> list[Effect]:

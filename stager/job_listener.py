@@ -258,7 +258,7 @@ class JobListener:
         sock = greeting.sock
         assert isinstance(sock, TlsSocket)
         try:
-            buffer = sock.first_bytes(len(HANDSHAKE_RECORD))
+            buffer = sock.peek_plain(len(HANDSHAKE_RECORD))
             if buffer and is_hello(buffer):
                 sock.reject_plain(rejection(Status.TLS), HELLO_BYTES_MAX)
                 self._log_refusal(greeting.peer, "it does not speak TLS; give the ranks HOLDFAST_TLS_CA")

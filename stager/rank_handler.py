@@ -172,7 +172,7 @@ class RankHandler:
             case Kind.FITS:
                 self._send_round_result(self._round.record_fits(rank, frame.step))
             case Kind.DECLINE:
-                reason = Reason.of_decline(frame.body.decode(errors="replace")[:2000])
+                reason = Reason.from_decline(frame.body.decode(errors="replace")[:2000])
                 self._trainers.set_step(rank, frame.step)
                 self._notices.on_offered(frame.step)
                 self._process(rank, Decline(rank, frame.step, reason, frame.arg))

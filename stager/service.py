@@ -313,7 +313,7 @@ def serve(
     with export_spans("stager", flusher.store_url, events):  # outermost: the exporter may take seconds to end
         try:
             state = StatusState("stager", flusher.store_url, ranks=service.rank_statuses)
-            events.listen(state.handle_event)
+            events.add_listener(state.handle_event)
             with (
                 serve_metrics(config, events),
                 serve_status(flusher.ring.directory, "stager", state.build_document),

@@ -85,7 +85,7 @@ def build(given: UserState, config: TrainerConfig, *, auto: bool, fresh: bool) -
         StoreError: The stager, or rank 0 of a job without one, cannot use the store.
         PeerLost: A rank or the stager did not come in time.
     """
-    state = given.held
+    state = given.current
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
     world, ledger = join_world(config), Ledger()
     rank = world.rank
@@ -186,7 +186,7 @@ def _make_pacer(
     from trainer_side.pace.pacer import Pacer  # here: most scripts set the interval themselves
 
     send_request = (
-        (lambda request: link.send_message(StagerMessage.wish(request))) if world.rank == 0 else None
+        (lambda request: link.send_message(StagerMessage.pace_request(request))) if world.rank == 0 else None
     )
     return Pacer(schedule, send_request, config, events, optimizers, observed=link.job.prior_failures)
 

@@ -117,7 +117,7 @@ class Checkpointer:
         if not isinstance(fresh, bool):
             raise ConfigError(f"fresh: expected True or False, got {describe_value(fresh)}")
         self._given = UserState(state)
-        self._state = self._given.held
+        self._state = self._given.current
         refuse_split_objects(self._state)
         self._config = config or TrainerConfig()
         fixed = chosen_interval(every, self._config)
@@ -236,7 +236,7 @@ class Checkpointer:
         step = None if step is None else step_number(step, "restore()")
         may_lack_names = self._names_in_state(may_lack)
         self._parts.fresh_run.mark_restored()
-        agree(self._parts.peers, self._given.problem())
+        agree(self._parts.peers, self._given.try_refresh())
         store = open_store(self._link.job.store_url)
         options = RestoreOptions(
             step=step,
@@ -246,7 +246,7 @@ class Checkpointer:
             may_lack=may_lack_names,
             set_aside=self._config.restore_set_aside,
             can_skip=bool(self._skippable),
-            locked=locked_buffer,
+            allocate_pinned=locked_buffer,
         )
         with gc_paused():
             found = self.restored = restore(
@@ -557,7 +557,7 @@ class Checkpointer:
 
     def _notify_samplers(self, step: int) -> None:
         """Tell samplers in the state that a step is done."""
-        for stepped in self._skippable.told:
+        for stepped in self._skippable.step_callbacks:
             stepped(step)
 
     def _raise_if_stager_lost(self) -> None:

@@ -75,7 +75,7 @@ class Leaving:
             if self.thread_error is None:
                 self._close_parts(TransferState.DURABLE, self._seconds_max)
             else:
-                self._close_parts(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
+                self._close_parts(TransferState.STAGED, EXIT_SECONDS_MAX, shared_deadline=True)
         except KeyboardInterrupt:
             self.log_safe_step()
             raise
@@ -152,9 +152,9 @@ class Leaving:
         if seconds <= 0:
             return "its deadline has passed"
         if step != self.newest_step:  # otherwise its save has begun already
-            if why := finished.why_not():
+            if why := finished.stale_reason():
                 return f"the exception came in the middle of the next one, and {why}"
-            finished.put_back()
+            finished.restore_values()
             self._tiers.council.limit_wait(seconds)
             if not save(step):
                 return "save() declined it, see above"
@@ -182,7 +182,7 @@ class Leaving:
     def leave_after_error(self, error: BaseException) -> None:
         """Leave quickly after an exception of the script, and log how to continue."""
         try:
-            self._close_parts(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
+            self._close_parts(TransferState.STAGED, EXIT_SECONDS_MAX, shared_deadline=True)
         except KeyboardInterrupt:
             if not isinstance(error, KeyboardInterrupt):
                 raise  # otherwise the first one is raised

@@ -60,7 +60,7 @@ def measure(options: Options) -> dict[str, Any]:
             for name, (tier, media, writers) in tiers.items():
                 options.progress(f"warming up {name}")
                 with _prepared(tier, slice_):
-                    how[name] = tier.how
+                    how[name] = tier.write_mode
                     for _ in range(2):  # each slot is touched once
                         slice_.write(tier, writers)
                     for number, figures in enumerate(rounds):
@@ -119,10 +119,10 @@ def _tier(nearness: Nearness, folder: Path, writers: int) -> tuple[SlotTier, lis
 def _prepared(tier: SlotTier, slice_: Slice) -> Iterator[None]:
     """Keep the tier's file only during the block: the files of all tiers together would not fit."""
     tier.prepare(slice_.layout, slice_.rank)
-    places = {Path(kept.place).parent for kept in tier.kept()}
+    places = {Path(kept.place).parent for kept in tier.kept_slices()}
     try:
         yield
-        places |= {Path(kept.place).parent for kept in tier.kept()}
+        places |= {Path(kept.place).parent for kept in tier.kept_slices()}
     finally:
         tier.close()
         for place in places:

@@ -71,7 +71,7 @@ def _mirror_memory(sizes: Sizes) -> dict[str, float]:
     taken, given_back = [], []
     for _ in range(_WARM_UP + sizes.rounds):
         begun = time.perf_counter()
-        memory = lane.on_device(sizes.copy_bytes)
+        memory = lane.allocate(sizes.copy_bytes)
         taken.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         free_storage(memory)
@@ -136,6 +136,6 @@ class _LaneAlone:
             route,
             after=after,
             cancelled=lambda: False,
-            passed=lambda _: None,
-            copied=lambda: None,
+            release=lambda _: None,
+            on_all_read=lambda: None,
         )

@@ -236,8 +236,8 @@ class Lease:
 
     def check(self, *, without_retries: bool = False) -> None:
         """Check that this process still holds the lease. Call before every visible change. `without_retries`: ask
-        the store once, for a caller that retries by itself. Raises `FencedError` if the lease is lost, and `StoreError` if that
-        is unknown.
+        the store once, for a caller that retries by itself. Raises `FencedError` if the lease is lost, and `StoreError`
+        if that is unknown.
         """
         store, url, attempt = (
             self._unretried_store if without_retries else self._store,

@@ -109,8 +109,8 @@ class LayoutRound:
             tuple(proposals),
             step,
             StateError(
-                f"step {step}: the state of {proposers} has changed, and that of {format_ranks(others)} has not: {why}. "
-                "All ranks must change their tensors, and how these are split, before the same save"
+                f"step {step}: the state of {proposers} has changed, and that of {format_ranks(others)} has not: "
+                f"{why}. All ranks must change their tensors, and how these are split, before the same save"
             ),
         )
 
@@ -193,9 +193,9 @@ def _agree(proposals: Sequence[Proposal]) -> Agreement:
             if sorted(str(row[0]) for row in proposal.table) != named:
                 return Agreement(0, {}, asks_stages=True)
             raise StateError(
-                f"rank {other}: {describe_difference(first, proposal)}; every rank must hand over the same state. A "
-                "model that is split among the ranks (shards, experts): hand over each rank's part as Split(tensor, shape, "
-                "start), under the same names on all ranks"
+                f"rank {other}: {describe_difference(first, proposal)}; every rank must hand over the same state. "
+                "A model that is split among the ranks (shards, experts): hand over each rank's part as Split(tensor, "
+                "shape, start), under the same names on all ranks"
             )
         sums = [proposal.sums for proposal in proposals]
         region_numbers, members = _by_group(proposals)
@@ -247,8 +247,8 @@ def _build_patterns(
     sums: Sequence[Sequence[int]],
 ) -> tuple[tuple[Pattern, ...], tuple[tuple[int, int], ...]]:
     """The patterns of split tensors, and the pattern of each row. `region_numbers`: split row → the region of each
-    group, or None. `members`: by rank, its group. `sums`: by rank, one for each row. Raises `StateError`: regions overlap or
-    leave a gap, or ranks with the same region hold other bytes there.
+    group, or None. `members`: by rank, its group. `sums`: by rank, one for each row. Raises `StateError`: regions
+    overlap or leave a gap, or ranks with the same region hold other bytes there.
     """
     numbers: dict[Pattern, int] = {}
     # The regions and the shape of a row → its pattern: most rows are alike.

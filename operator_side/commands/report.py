@@ -105,7 +105,7 @@ def _read_stored(target: Target, notes: list[str], *, may_fail: bool) -> list[St
         found: list[StoredCheckpoint] = []
         faults: list[str] = []
         for item in target.read_listing().items():
-            stored = None if item.manifest is None else StoredCheckpoint.of(item.manifest)
+            stored = None if item.manifest is None else StoredCheckpoint.from_manifest(item.manifest)
             if stored is not None:
                 found.append(stored)
             if item.fault or stored is None:

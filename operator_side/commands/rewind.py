@@ -190,7 +190,7 @@ def _fork(listing: CatalogListing, branches: Branches, to: str) -> CheckpointId:
     except ValueError:
         raise ConfigError(f"--to {to}: expected a step such as 10000, or 10000-a3 of attempt 3") from None
     step = int(to) if wanted is None else wanted.step
-    listed = [one for one in listing.names if one.order.step == step]
+    listed = [one for one in listing.manifests if one.order.step == step]
     if wanted is not None:
         listed = [one for one in listed if one.order == wanted]
     current = [one for one in listed if branches.is_current(one.order)] if wanted is None else listed

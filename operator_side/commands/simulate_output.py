@@ -90,7 +90,7 @@ def _spread(spread: Spread, times: float, digits: int = 1) -> str:
 
 
 def _line(advice: Advice | ConfigError) -> str:
-    return escape_controls(str(advice)) if isinstance(advice, ConfigError) else advice.line()
+    return escape_controls(str(advice)) if isinstance(advice, ConfigError) else advice.describe()
 
 
 def document(

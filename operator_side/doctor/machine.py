@@ -32,7 +32,7 @@ def python(_: CheckPlan) -> Iterator[Finding]:
     seen = f"holdfast {__version__}, Python {platform.python_version()}, {system}"
     yield Finding("python", CheckState.OK, seen)  # holdfast cannot be imported by an older Python
     cores = len(os.sched_getaffinity(0))
-    yield Finding.judged(
+    yield Finding.from_condition(
         "cores",
         cores >= 2,
         f"{cores} usable cores",
@@ -68,7 +68,7 @@ def shared_memory(plan: CheckPlan) -> Iterator[Finding]:
 def _ring_room(base: Path, plan: CheckPlan) -> Iterator[Finding]:
     kind = file_system_of(base)
     in_memory = kind in IN_MEMORY
-    yield Finding.judged(
+    yield Finding.from_condition(
         "ring directory",
         in_memory,
         f"{base} is on {kind}",
@@ -78,7 +78,7 @@ def _ring_room(base: Path, plan: CheckPlan) -> Iterator[Finding]:
     found = os.statvfs(base)
     free_bytes = found.f_bavail * found.f_frsize
     needed_bytes = plan.ring_bytes + 16 * _MIB
-    yield Finding.judged(
+    yield Finding.from_condition(
         "ring room",
         free_bytes >= needed_bytes,
         f"{free_bytes / _MIB:,.0f} MiB are free in {base}, and the ring takes {needed_bytes / _MIB:,.0f} MiB",
@@ -86,7 +86,7 @@ def _ring_room(base: Path, plan: CheckPlan) -> Iterator[Finding]:
     )
     if in_memory:
         available_bytes = available_memory_bytes()
-        yield Finding.judged(
+        yield Finding.from_condition(
             "memory",
             available_bytes >= needed_bytes,
             f"{available_bytes / _MIB:,.0f} MiB of memory available, and the ring takes {needed_bytes / _MIB:,.0f} MiB",
@@ -151,7 +151,7 @@ def _has_flusher(directory: Path) -> bool:
 def limits(_: CheckPlan) -> Iterator[Finding]:
     # Each connection to the store and each rank needs some open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield Finding.judged(
+    yield Finding.from_condition(
         "open files",
         soft == resource.RLIM_INFINITY or soft >= _DESCRIPTORS_MIN,
         f"at most {soft} open files (hard limit {hard})",
@@ -165,7 +165,7 @@ def clock(_: CheckPlan) -> Iterator[Finding]:
     before = _wall_clock_ahead_seconds()
     time.sleep(_CLOCK_SECONDS)
     drift_seconds = abs(_wall_clock_ahead_seconds() - before)
-    yield Finding.judged(
+    yield Finding.from_condition(
         "clock",
         drift_seconds <= _CLOCK_SLACK_SECONDS,
         f"the wall clock moved {drift_seconds * 1000:.1f} ms against the monotonic clock in {_CLOCK_SECONDS:g} s",
@@ -192,7 +192,7 @@ def network(_: CheckPlan) -> Iterator[Finding]:
         seen = True
         speed, mtu = _read(interface / "speed"), _read(interface / "mtu")
         known = speed.lstrip("-").isdigit() and int(speed) > 0
-        yield Finding.judged(
+        yield Finding.from_condition(
             f"network {interface.name}",
             not known or int(speed) >= _SLOW_MBITS,
             (f"{int(speed) / 1000:g} Gbit/s" if known else "speed not known") + f", MTU {mtu}",

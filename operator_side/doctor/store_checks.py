@@ -123,7 +123,7 @@ def _exclusive(store: Store) -> Finding:
     finally:
         store.delete(name)
     kept = first and not second
-    return Finding.judged(
+    return Finding.from_condition(
         "store exclusive",
         kept,
         "an existing file is not created again" if kept else "an existing file was created again",
@@ -144,7 +144,7 @@ def _directory(root: Path, plan: CheckPlan) -> Iterator[Finding]:
         path.unlink(missing_ok=True)
     found = os.statvfs(root)
     free_bytes = found.f_bavail * found.f_frsize
-    yield Finding.judged(
+    yield Finding.from_condition(
         "store room",
         free_bytes >= 4 * plan.ring_bytes,
         f"{free_bytes / _MIB:,.0f} MiB are free in {root}",
@@ -173,7 +173,7 @@ def _sync(path: Path) -> Finding:
         file.flush()
         os.fsync(file.fileno())
     seconds = time.perf_counter() - began
-    return Finding.judged(
+    return Finding.from_condition(
         "store sync",
         seconds <= _SYNC_SECONDS_MAX,
         f"a synced write takes {seconds * 1000:.1f} ms",
@@ -195,7 +195,7 @@ def _bucket_clock(store: Store) -> Iterator[Finding]:
 
 
 def _clock_finding(whose: str, skew_seconds: float) -> Finding:
-    return Finding.judged(
+    return Finding.from_condition(
         "store clock",
         skew_seconds <= _SKEW_SECONDS_MAX,
         f"{whose} is {skew_seconds:.1f} s away from this machine's clock",

@@ -186,7 +186,7 @@ def _unknown(facts: RunFacts, *, has_stored: bool, has_price: bool) -> list[str]
         ),
         **{
             f"The last line of {name} is incomplete: its writer was killed, or is still writing.": True
-            for name in log.running
+            for name in log.unfinished
         },
         "The logs do not have the fill level or the size of the ring. The report shows the most bytes of checkpoints "
         "between save() and durable at a time; the ring cannot have held more.": has_rows,

@@ -38,7 +38,7 @@ def report_page(facts: RunFacts, *, made_at_unix: float) -> bytes:
     timeline = timeline_chart(
         thinned(facts.attempts, _BARS_MAX),
         thinned(saved, _BARS_MAX),
-        thinned(facts.checkpoints.not_taken, _BARS_MAX),
+        thinned(facts.checkpoints.skipped, _BARS_MAX),
     )
     return render_page(
         "report/report.html",

@@ -150,11 +150,11 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
             yield f"{one.text[:1].upper()}{one.text[1:]}."
         if one.event == "rewound":
             yield f"The run was {one.text}."
-    if facts.checkpoints.not_taken:
+    if facts.checkpoints.skipped:
         causes = ", ".join(
             f"{count:,} {cause}" for cause, count in facts.checkpoints.causes.most_common(_NAMED_MAX)
         )
-        yield f"{plural(len(facts.checkpoints.not_taken), 'step')} got no checkpoint ({causes})."
+        yield f"{plural(len(facts.checkpoints.skipped), 'step')} got no checkpoint ({causes})."
 
 
 def _shares(sealed: list[dict[str, float]]) -> Iterator[str]:
@@ -259,7 +259,7 @@ def _losses(facts: RunFacts) -> Iterator[Hint]:
 
 
 def _not_taken(facts: RunFacts) -> Iterator[Hint]:
-    count, rows = len(facts.checkpoints.not_taken), len(facts.rows)
+    count, rows = len(facts.checkpoints.skipped), len(facts.rows)
     if count and count > _MUCH_NOT_TAKEN * (rows + count):
         cause, most = facts.checkpoints.causes.most_common(1)[0]
         yield Hint(

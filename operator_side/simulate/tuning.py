@@ -106,10 +106,10 @@ def tune(request: TuningRequest) -> TuningResult:
     advice = advise(cost, hazard, overhead_max=request.overhead_max)
     cycle_seconds = cost.cycle_seconds(advice.every)
     trace = request.trace
-    source = hazard.line if trace is None else f"{trace.losses} in {trace.name}"
+    source = hazard.description if trace is None else f"{trace.losses} in {trace.name}"
     notes = [
         f"Take a checkpoint every {advice.every} iterations: Checkpointer(state, every={advice.every}).",
-        f"{advice.line()}.",
+        f"{advice.describe()}.",
         f"Overhead at most {request.overhead_max:.1%}; losses per hour: {hazard.per_hour:.3g} ({source}).",
     ]
     if hazard.dollars_per_hour is not None:

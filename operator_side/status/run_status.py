@@ -352,7 +352,7 @@ def _failures(flusher: StatusDocument | None, stager: StatusDocument | None) -> 
     if begin:
         return f"{begin.removeprefix('; ')}{line}"
     seen = None if flusher is None else flusher.seen
-    return "" if seen is None else Hazard.from_observed(FailureCount(seen.failures, seen.seconds)).line
+    return "" if seen is None else Hazard.from_observed(FailureCount(seen.failures, seen.seconds)).description
 
 
 # -- ranks and lines ---------------------------------------------------------------------------------------------------

@@ -205,7 +205,9 @@ class RunWatch:
             )
         newest = list(itertools.islice(listing.items(listing.current), _CHECKPOINTS_MAX))
         manifests = [item.manifest for item in newest if item.manifest is not None]
-        self._stored = tuple(stored for one in manifests if (stored := StoredCheckpoint.of(one)) is not None)
+        self._stored = tuple(
+            stored for one in manifests if (stored := StoredCheckpoint.from_manifest(one)) is not None
+        )
         notes = [item.fault for item in newest if item.fault]
         writer = find_possibly_live_writer(store, _ANY_ATTEMPT)
         self._has_writer = bool(writer)

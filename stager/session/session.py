@@ -294,7 +294,7 @@ class Session:
         checkpoint = self._admit(event.rank, event.step)
         if checkpoint is None or not (checkpoint.under_way or self._may_withdraw(checkpoint)):
             return
-        reason = event.reason.of_rank(event.rank)
+        reason = event.reason.with_rank(event.rank)
         body: dict[str, Any] = {"reason": reason.text, "cause": reason.cause}
         if event.needed_pickle_bytes > 0:
             body["new_pickle_reserve_bytes"] = pickle_reserve_bytes(event.needed_pickle_bytes)

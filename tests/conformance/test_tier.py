@@ -71,10 +71,10 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_new_tier_holds_nothing(rig: Rig) -> None:
     tier = rig.open()
-    assert tier.kept() == []
+    assert tier.kept_slices() == []
     assert tier.begin(1, 1) is None
     tier.prepare(image().layout, 0)
-    assert tier.kept() == []
+    assert tier.kept_slices() == []
     assert tier.writers >= 1
     assert tier.write_mode
     assert tier.nearness in Nearness
@@ -88,7 +88,7 @@ def test_a_slice_is_there_when_it_is_sealed(rig: Rig) -> None:
     assert writer.seal({"copy_seconds": 0.5})
     check(tier, made, (1, 5))
     check(rig.open(), made, (1, 5))
-    (kept,) = tier.kept()
+    (kept,) = tier.kept_slices()
     assert kept.seal.record == {"copy_seconds": 0.5}
     assert kept.seal.run == "kelp"
     assert (kept.seal.ranks, kept.seal.layout_digest) == (RANKS, made.layout.digest)
@@ -113,7 +113,7 @@ def test_newest_first_and_the_newest_complete_step_stays(rig: Rig) -> None:
     tier = rig.ready(made.layout)
     for step in range(1, 6):
         save(tier, made, 0, 1, step)
-        kept = [one.seal.order for one in tier.kept()]
+        kept = [one.seal.order for one in tier.kept_slices()]
         assert kept == sorted(kept, reverse=True)
         assert kept[0] == (1, step)
         assert len(kept) <= 2
@@ -173,7 +173,7 @@ def test_a_later_slice_that_is_ready_first_wins(rig: Rig) -> None:
     check(tier, made, (1, 2))
     save(tier, made, 0, 1, 3)
     save(tier, made, 0, 1, 4)
-    assert tier.kept()[0].seal.order == (1, 4)
+    assert tier.kept_slices()[0].seal.order == (1, 4)
 
 
 def test_an_older_step_is_not_begun_when_a_newer_one_is_complete(rig: Rig) -> None:
@@ -255,10 +255,10 @@ def test_a_process_that_is_told_nothing_keeps_the_step_that_was_complete(rig: Ri
     for attempt in range(2, 5):
         tier = rig.again(tier, made.layout)
         writer = write(tier, made, 0, attempt, 2)
-        assert (1, 1) in [kept.seal.order for kept in tier.kept()]
+        assert (1, 1) in [kept.seal.order for kept in tier.kept_slices()]
         writer.abandon()
     save(tier, made, 0, 4, 2)
-    assert tier.kept()[0].seal.order == (4, 2)
+    assert tier.kept_slices()[0].seal.order == (4, 2)
 
 
 def test_a_found_step_that_is_not_whole_gives_way_to_the_newest_that_is(rig: Rig) -> None:
@@ -272,7 +272,7 @@ def test_a_found_step_that_is_not_whole_gives_way_to_the_newest_that_is(rig: Rig
         tier.complete(1, 1)
         tier.void(1, 2)
         writer = write(tier, made, 0, attempt, 3)
-        assert [kept.seal.order for kept in tier.kept()] == [(1, 1)]
+        assert [kept.seal.order for kept in tier.kept_slices()] == [(1, 1)]
         writer.abandon()
         assert tier.begin(attempt, 3) is not None, "its slot is free again"
     tier = rig.again(tier, made.layout)
@@ -294,7 +294,7 @@ def test_every_rank_has_its_own_and_sees_all(rig: Rig) -> None:
     tiers = [rig.ready(made.layout, rank) for rank in range(RANKS)]
     for rank, tier in enumerate(tiers):
         save(tier, made, rank, 1, 9)
-    seen = [(kept.seal.rank, kept.seal.order) for kept in rig.open().kept()]
+    seen = [(kept.seal.rank, kept.seal.order) for kept in rig.open().kept_slices()]
     assert sorted(seen) == [(0, (1, 9)), (1, (1, 9))]
     for rank in range(RANKS):
         check(tiers[0], made, (1, 9), rank=rank)
@@ -304,7 +304,7 @@ def test_another_run_is_not_seen(rig: Rig) -> None:
     made = image()
     save(rig.ready(made.layout), made, 0, 1, 1)
     other = rig.open(run="/mnt/store/other/kelp")
-    assert other.kept() == []
+    assert other.kept_slices() == []
     other.prepare(made.layout, 0)
     save(other, made, 0, 3, 3)
     check(rig.open(), made, (1, 1))
@@ -316,8 +316,8 @@ def test_slices_of_another_layout_stay_until_a_step_of_this_one_is_complete(rig:
     save(tier, first, 0, 1, 1)
     tier.prepare(second.layout, 0)
     save(tier, second, 0, 1, 2, complete=False)
-    assert [kept.seal.order for kept in tier.kept()] == [(1, 2), (1, 1)]
-    assert read(tier, tier.kept()[1]) == slice_of(first, 0, 1001)
+    assert [kept.seal.order for kept in tier.kept_slices()] == [(1, 2), (1, 1)]
+    assert read(tier, tier.kept_slices()[1]) == slice_of(first, 0, 1001)
     tier.complete(1, 2)
     check(tier, second, (1, 2))
     tier.prepare(second.layout, 0)
@@ -331,16 +331,16 @@ def test_more_ranks_than_now_are_found_and_go_when_a_step_is_complete(rig: Rig) 
         save(tier, before, rank, 1, 4)
         tier.close()
     tier = rig.ready(after.layout)
-    assert {kept.seal.rank for kept in tier.kept()} == {0, 1, 2}
+    assert {kept.seal.rank for kept in tier.kept_slices()} == {0, 1, 2}
     save(tier, after, 0, 2, 5)
-    assert [(kept.seal.ranks, kept.seal.order) for kept in tier.kept()] == [(1, (2, 5))]
+    assert [(kept.seal.ranks, kept.seal.order) for kept in tier.kept_slices()] == [(1, (2, 5))]
 
 
 def test_a_read_past_the_slice_is_damage(rig: Rig) -> None:
     made = image()
     tier = rig.ready(made.layout)
     save(tier, made, 0, 1, 1)
-    (kept,) = tier.kept()
+    (kept,) = tier.kept_slices()
     with pytest.raises(DamageError, match="slice"):
         tier.read_into(kept, area_bytes(made.layout, 0), aligned(b"", 1))
 
@@ -349,7 +349,7 @@ def test_any_part_of_a_slice_can_be_read(rig: Rig) -> None:
     made = image()
     tier = rig.ready(made.layout)
     save(tier, made, 0, 1, 1)
-    (kept,) = tier.kept()
+    (kept,) = tier.kept_slices()
     frame, data = frames_of(made.layout, 0)[2], slice_of(made, 0, 1001)[2]
     view = memoryview(bytearray(100))
     tier.read_into(kept, frame.offset + 7, view)
@@ -388,7 +388,7 @@ def test_seals_and_notices_of_many_steps_may_meet(rig: Rig) -> None:
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(one, range(1, 60)))
     newest = max(sealed)
-    kept = tier.kept()
+    kept = tier.kept_slices()
     assert kept[0].seal.order == (1, newest)
     for one_kept in kept:
         assert read(tier, one_kept) == slice_of(made, 0, 1000 + one_kept.seal.step)

@@ -161,7 +161,7 @@ def _cut_again_and_again(
             while len(heard) < len(back) or handles or not is_heard.is_set():
                 assert time.monotonic() < deadline, f"{len(heard)} messages, {len(handles)} payloads left"
                 heard.extend(rank.poll())
-                handles = [handle for handle in handles if not rank.sent(handle)]
+                handles = [handle for handle in handles if not rank.is_sent(handle)]
                 time.sleep(0.0005)
             return heard
 
@@ -562,7 +562,7 @@ def test_a_withdrawn_slot_is_left_in_the_middle_of_a_payload(
 
 def _wait_sent(rank: TcpStagerPort, handle: int) -> None:
     deadline = time.monotonic() + SECONDS_MAX
-    while not rank.sent(handle):
+    while not rank.is_sent(handle):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

@@ -49,7 +49,7 @@ def test_a_slice_is_copied_from_the_device_into_a_slot_and_sealed(
                 writer.write(number, job.staging.view(frame.offset, frame.padded_bytes), crc)
             assert writer.seal({})
             tier.complete(1, step)
-            kept = tier.kept()[0]
+            kept = tier.kept_slices()[0]
             assert kept.seal.step == step
             read = memoryview(bytearray(area_bytes(layout, 0)))
             tier.read_into(kept, 0, read)

@@ -72,13 +72,18 @@ class OnDevice:
 
     def copy(self, after: torch.cuda.Event, *, copied: Any = lambda: None) -> None:
         route = self.router.route(self.taken.sources, dict, order_changed=False)
-        live = self.staging.live(route)
+        live = self.staging.live_route(route)
 
         def passed(storages: Collection[int]) -> None:
             self.passed.extend(storages)
 
         self.staging.copy_gated(
-            self.taken.sources, route, after=after, cancelled=lambda: False, passed=passed, copied=copied
+            self.taken.sources,
+            route,
+            after=after,
+            cancelled=lambda: False,
+            release=passed,
+            on_all_read=copied,
         )
         assert set(self.passed) == live.storages
 

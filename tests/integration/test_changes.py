@@ -145,7 +145,7 @@ def test_without_a_stager_the_council_tells_all_ranks_and_slices_are_marked(tmp_
     for rank in range(RANKS):
         assert (directory / f"rank-{rank:05}.doubts").exists(), "each machine has the mark"
     tier = open_tier(f"file:{disk}", str(store))
-    doubts = {kept.seal.step: kept.doubt for kept in tier.kept()}
+    doubts = {kept.seal.step: kept.doubt for kept in tier.kept_slices()}
     tier.close()
     assert all(bool(doubt) == (4 <= step <= 9) for step, doubt in doubts.items()), doubts
     assert any("was changed after save(10)" in doubt for doubt in doubts.values()), doubts

@@ -133,7 +133,7 @@ def test_the_run_finds_its_hosts(endpoint: str, tmp_path: Path, monkeypatch: pyt
     lost = next(i for i in operator.live() if i["PrivateIpAddress"] == hosts[0].name)
     operator.ec2.terminate_instances(InstanceIds=[lost["InstanceId"]])
     assert fleet.list_hosts() == hosts[1:]
-    fleet.replace(4)
+    fleet.request_hosts(4)
     now = fleet.list_hosts()
     assert len(now) == 2
     assert hosts[1] in now

@@ -70,7 +70,7 @@ class Outcome:
             self.output = " ".join(job.output().split())  # the stager wraps its log lines
         self.store = store
         self.on_disk: dict[int, set[str]] = {}  # step → the verdicts on replicas in its seals
-        for kept in open_tier(f"file:{directory / 'disk'}", str(store)).kept():
+        for kept in open_tier(f"file:{directory / 'disk'}", str(store)).kept_slices():
             self.on_disk.setdefault(kept.seal.step, set()).add(str(kept.seal.save_record.replicas_digest))
         items = Catalog(open_store(str(store))).list()
         self.published = {item.step for item in items}

@@ -56,6 +56,6 @@ def test_a_changed_split_is_named_at_that_save_and_the_next_one_is_saved(
         assert start in output
     kept = {item.step for item in Catalog(open_store(str(store))).list()}
     if not stager:
-        kept = {one.seal.step for one in open_tier(f"file:{tmp_path}", str(store)).kept()}
+        kept = {one.seal.step for one in open_tier(f"file:{tmp_path}", str(store)).kept_slices()}
     assert 2 * len(CHANGES) in kept
     assert not {step for step in kept if step % 2}, "nothing of a step that one rank did not save"

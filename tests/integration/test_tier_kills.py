@@ -66,7 +66,7 @@ def _killed(spec: str, point: Point, number: int, environment: dict[str, str]) -
     sealed = max((int(line.split()[1]) for line in said if line.startswith("sealed")), default=0)
 
     tier = open_tier(spec, RUN)
-    kept = tier.kept()
+    kept = tier.kept_slices()
     steps = [one.seal.step for one in kept]
     assert len(steps) <= 2
     if complete:
@@ -77,7 +77,7 @@ def _killed(spec: str, point: Point, number: int, environment: dict[str, str]) -
         assert read(tier, one) == slice_of(made, 0, 1000 + one.seal.step)
     tier.prepare(made.layout, 0)  # the lock of the dead is none
     save(tier, made, 0, 2, STEPS)
-    assert tier.kept()[0].seal.order == (2, STEPS)
+    assert tier.kept_slices()[0].seal.order == (2, STEPS)
     tier.close()
     if process.exitcode == 0:
         assert complete == STEPS

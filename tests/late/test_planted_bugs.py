@@ -64,8 +64,10 @@ BUGS: dict[str, dict[type, list[tuple[str, str]]]] = {
         DeviceCopy: [
             (
                 "                mirror.queue_copy(self._stream, slice_)\n",
-                "                self._stream.wait_for_current_stream()\n"
-                "                mirror.queue_copy(self._stream, slice_)\n",
+                (
+                    "                self._stream.wait_for_current_stream()\n"
+                    "                mirror.queue_copy(self._stream, slice_)\n"
+                ),
             ),
             ("self._stream.wait_for_current_stream()  # even", "pass  # even"),
         ]

@@ -115,7 +115,7 @@ class Kept:
             LonePeers(),
             events=None,
             tiers=[self.tier] if in_tier else [],
-            options=RestoreOptions(locked=locked_buffer if locked else None),
+            options=RestoreOptions(allocate_pinned=locked_buffer if locked else None),
         )
         assert restored is not None
         assert restored.step == 3

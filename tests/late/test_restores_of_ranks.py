@@ -86,7 +86,7 @@ class Job:
         store = CountingStore(self.folder, request_bytes=1 << 13)
 
         def work(peers: ThreadPeers) -> None:
-            options = RestoreOptions(locked=locked_buffer if locked else None)
+            options = RestoreOptions(allocate_pinned=locked_buffer if locked else None)
             tiers = self.tiers[peers.rank]
             assert restore(states[peers.rank], store, peers, events=None, tiers=tiers, options=options)
 
@@ -235,7 +235,7 @@ def test_parts_of_dtensors(stepped: bool, tmp_path: Path) -> None:
             for parameter in live.parameters():
                 parameter.grad = torch.ones_like(parameter)
             moments.step()
-        options = RestoreOptions(locked=locked_buffer if locked else None)
+        options = RestoreOptions(allocate_pinned=locked_buffer if locked else None)
         with sections() as sent:
             restore(
                 {"model": live, "optimizer": moments},

@@ -19,8 +19,8 @@ def main(directory: str, attempt: int, count: int) -> None:
     made = image()
     tier = open_tier(f"pm:{directory}", RUN)
     tier.prepare(made.layout, 0)
-    print(f"GUEST how {tier.how}")
-    kept = tier.kept()
+    print(f"GUEST how {tier.write_mode}")
+    kept = tier.kept_slices()
     for one in kept:
         assert read(tier, one) == slice_of(made, 0, one.seal.attempt * 1000 + one.seal.step)
     orders = " ".join(f"{one.seal.attempt}.{one.seal.step}" for one in kept)

@@ -5,7 +5,7 @@
       clock, locks, threads, select (runtime.py)         ├ rank: the real Link, a script of our own; the
                   │                                      │   real Copier where copies are torn (copying.py)
       messages and payloads of MPI (transport.py)        ├ stager: the real Service, Session, FlusherConnection
-      the store (store.py)                               └ flusher: the real `run_flusher`: claim, adoption, desk, engine,
+      the store (store.py)                               └ flusher: the real `run_flusher`: claim, adoption, engine,
       kills, stops, bit flips, full disks (world.py)         pipeline, jobs, progress record, publish, maintenance
                                                          real files and sockets: ring, journal, doorbell, in /dev/shm
 

@@ -35,19 +35,19 @@ def restored_from_ring(world: World, job: Job, link: Link) -> tuple[RingSlices, 
     checks, answered = world.checks, True
     before = [key for key in checks.promised if key[0] < link.job.attempt]
 
-    def fetch(asked: FetchKind, **question: Any) -> bytes | None:
+    def fetch(fetch_kind: FetchKind, **question: Any) -> bytes | None:
         nonlocal answered
-        if asked is FetchKind.PLACE and link.job.attempt % 2:
+        if fetch_kind is FetchKind.PLACE and link.job.attempt % 2:
             return None  # as a rank on another machine
         try:
-            return link.fetch(asked, **question)
+            return link.fetch(fetch_kind, **question)
         except HoldfastError:
             answered = False
             raise
 
     seen = fetch_ring_contents(fetch, LonePeers())
     ring = seen.staged_slices(_stored(world), LonePeers())
-    kept = ring.kept()
+    kept = ring.kept_slices()
     for one in kept:
         _read(world, ring, one, may_be_gone=job is not world.jobs[-1])
     whole = {(one.seal.attempt, one.seal.step) for one in kept if not one.absent}

@@ -61,7 +61,7 @@ class Copies:
                 self._await_update(gate, {address: live[address] for address in addresses[number:]})
             time.sleep(COPY_SECONDS)
             got[address] = live[address].clone()
-            gate.passed([address])
+            gate.release([address])
         self.waited_seconds += gate.open()
 
     def _await_update(self, gate: Gate, left: dict[int, torch.Tensor]) -> None:

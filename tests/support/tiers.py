@@ -73,7 +73,7 @@ def read(tier: Tier, kept: SealedSlice) -> list[bytes]:
 
 def check(tier: Tier, made: Image, *orders: tuple[int, int], rank: int = 0) -> None:
     """Check that the tier holds exactly these slices of this rank, newest first, with all of their bytes."""
-    mine = [kept for kept in tier.kept() if kept.seal.rank == rank]
+    mine = [kept for kept in tier.kept_slices() if kept.seal.rank == rank]
     assert [kept.seal.order for kept in mine] == list(orders)
     for kept in mine:
         assert kept.layout == made.layout

@@ -56,4 +56,4 @@ class HeldShares:
     def _fail(self, shares: list[Outgoing], error: HoldfastError) -> None:
         self._held = [one for one in self._held if one not in shares]
         for one in shares:
-            one.transfer.set_state(TransferState.FAILED, Reason.of_error(error))
+            one.transfer.set_state(TransferState.FAILED, Reason.from_error(error))

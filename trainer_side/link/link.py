@@ -140,7 +140,7 @@ class Link:
     ) -> None:
         """Offer a checkpoint, of which the stager receives `chunks`; None: all. They stay the same for a layout."""
         step, problem = transfer.step, self.job.problem
-        refusal = None if problem is None else Reason.of_error(problem)
+        refusal = None if problem is None else Reason.from_error(problem)
         if problem is not None:
             self._newest_step = max(self._newest_step, step)
             # The link thread may have reached the stager, and read the newest step, since `problem` was read here.
@@ -162,14 +162,14 @@ class Link:
 
     def decline_reason(self, step: int) -> Reason | None:
         verdict = self._session.outbox.verdict(step)
-        return None if verdict is None else Reason.of_body(wire.json_body(verdict))
+        return None if verdict is None else Reason.from_body(wire.json_body(verdict))
 
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
         self._newest_step = max(self._newest_step, step)
 
         def send() -> None:
             message = self._decline_message(step, reason.text, needed_pickle_bytes)
-            self._session.outbox.decline(step, message, reason.of_rank(self.job.rank))
+            self._session.outbox.decline(step, message, reason.with_rank(self.job.rank))
 
         self._enqueue_if_alive(send)
 
@@ -323,7 +323,7 @@ class Link:
         if self.job.problem is None:
             self._session.outbox.offer(active)
             return
-        active.transfer.set_state(TransferState.DECLINED, Reason.of_error(self.job.problem))
+        active.transfer.set_state(TransferState.DECLINED, Reason.from_error(self.job.problem))
         active.release()
 
     def _handle_loss(self, error: HoldfastError) -> None:

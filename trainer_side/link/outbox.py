@@ -132,7 +132,7 @@ class Outbox:
             if will_rejoin and active.transfer.hold():
                 held.append(active)
             else:
-                self._end(active, TransferState.FAILED, Reason.of_error(error))
+                self._end(active, TransferState.FAILED, Reason.from_error(error))
             active.release()
             self._remove_if_finished(active)
         return held
@@ -181,9 +181,9 @@ class Outbox:
                 self._emit(active.transfer, {})
                 self._remove_if_finished(active)
             case Kind.DECLINED:
-                self._end(active, TransferState.DECLINED, Reason.of_body(body))
+                self._end(active, TransferState.DECLINED, Reason.from_body(body))
             case _:
-                self._end(active, TransferState.FAILED, Reason.of_body(body))
+                self._end(active, TransferState.FAILED, Reason.from_body(body))
 
     def _end(self, active: Outgoing, state: TransferState, reason: Reason) -> None:
         """Give a transfer up and return its credits; payloads in flight are completed."""

@@ -105,7 +105,7 @@ class StagerGroup:
 
     def offer(self, step: int, source: SliceSource, record: SaveRecord, layout: Layout) -> Transfer:
         problem = self.job.problem
-        reason = None if problem is None else Reason.of_error(problem)
+        reason = None if problem is None else Reason.from_error(problem)
         if problem is None and step <= self._newest_step:
             # Every rank applies this rule, so all ranks skip the step.
             reason = DeclineCause.NOT_NEW.because(

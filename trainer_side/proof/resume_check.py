@@ -135,7 +135,7 @@ class ResumeCheck:
         try:
             self._pending_digest = (
                 key,
-                self._tiers.begun,
+                self._tiers.last_begun,
                 self._taker.take(step, step_input, is_marked=is_marked),
             )
         except Exception as error:  # noqa: BLE001 - an unreadable state must not end the training

@@ -179,7 +179,7 @@ class Scatter(Exchange):
 
     def _range_in_chunk(self, entry: int, base: int, comb: Comb, chunk: int) -> tuple[int, int]:
         begin = chunk * self._image.chunk_bytes - self._image.entries[entry].offset - base
-        return comb.before(begin), comb.before(begin + self._image.chunk_bytes)
+        return comb.bytes_before(begin), comb.bytes_before(begin + self._image.chunk_bytes)
 
     def _exchange_needed_regions(
         self, targets: Mapping[int, ScatterTarget], own: Collection[int]

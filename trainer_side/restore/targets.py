@@ -58,7 +58,7 @@ class RegionTarget:
         if self.device is None:
             return
         first = entry_offset - self.base  # of the tensor
-        at, end = self.comb.before(first), self.comb.before(first + nbytes)
+        at, end = self.comb.bytes_before(first), self.comb.bytes_before(first + nbytes)
         for offset, run_bytes, stride, runs in self.comb.blocks(at, end):
             yield SectionPart(self.device, at, begin + offset - first, run_bytes, runs, stride)
             at += run_bytes * runs
@@ -68,7 +68,7 @@ class RegionTarget:
         first, last = (base + span.offset) // image.chunk_bytes, (base + span.end - 1) // image.chunk_bytes
         before = 0
         for chunk in range(first, last + 1):
-            after = self.comb.before((chunk + 1) * image.chunk_bytes - base)
+            after = self.comb.bytes_before((chunk + 1) * image.chunk_bytes - base)
             if after > before:
                 yield chunk
             before = after
@@ -80,7 +80,7 @@ def copy_runs(comb: Comb, begin: int, source: np.ndarray, memory: np.ndarray, fi
     `comb`: Where the region's bytes lie in the tensor. `begin`: Where the source begins in the tensor. `first`: Where
     the memory begins in the region.
     """
-    at, end = comb.before(begin), comb.before(begin + len(source))
+    at, end = comb.bytes_before(begin), comb.bytes_before(begin + len(source))
     if at >= end:
         return
     for offset, run_bytes, stride, runs in comb.blocks(at, end):

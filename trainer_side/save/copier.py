@@ -115,7 +115,7 @@ class Copier:
             self._run,
             rank=link.job.rank,
             task="copies the state",
-            died=self._on_thread_death,
+            on_death=self._on_thread_death,
         )
         self._thread.start()
 
@@ -356,7 +356,7 @@ class Copier:
             record.replicas_digest = job.fingerprints.digest()
             record.fingerprint_seconds = time.monotonic() - fingerprint_begun
             self.check_all(job)  # a changed replica would pass for drift between the ranks
-            if job.tier_write is not None and not self._link.job.lives and not job.abandoned.is_set():
+            if job.tier_write is not None and not self._link.job.is_alive and not job.abandoned.is_set():
                 job.tier_write.compare(job.transfer.fingerprints)  # without a stager, the ranks compare
         route = job.route or job.router.route(
             job.capture.sources, self.gate.update_order, order_changed=self.gate.order_changed
@@ -375,7 +375,7 @@ class Copier:
             on_copied=watch.on_copied,
         )
         assert record.cst_seconds is not None, "copy_gated has called `on_all_read`"
-        self._ledger.stalled(record.cst_seconds)
+        self._ledger.add_stall(record.cst_seconds)
         self._events.emit("save", record.to_json(), step=job.transfer.step)
 
     def check_all(self, job: CopyJob) -> None:

@@ -72,11 +72,11 @@ class HashHistory:
 
 
 class _PendingHashes(NamedTuple):
-    """An entry whose hashes are on their way to the host; `count` is their number."""
+    """An entry whose hashes are on their way to the host; `hash_count` is their number."""
 
     entry: int
     place: Place
-    count: int
+    hash_count: int
     is_skipped: bool
 
 

@@ -245,7 +245,7 @@ class CopyPolicy:
         begun, step = time.monotonic(), awaited.instant.step
         path = awaited.instant.find_uncounted_change(awaited.area.memory)
         seconds = time.monotonic() - begun
-        self._ledger.compared(seconds)
+        self._ledger.record_comparison(seconds)
         told = {"seconds": seconds, "nbytes": awaited.area.nbytes, "changed": path}
         self._events.emit("compared", told, step=step)
         if not path:

@@ -121,7 +121,7 @@ class Planner:
             self._agreed = self._layout_agreement.agree(collected, len(self._names.trailer), step)
         except StateError as error:
             if self._plan is not None:  # other ranks may have begun this step, and wait for this rank's slice
-                self._tiers.skip(step, Reason.of_error(error))
+                self._tiers.skip(step, Reason.from_error(error))
             raise
         tree = self._layout_agreement.to_agreed_form(collected, self._agreed)
         planned = self._renew_together(tree)

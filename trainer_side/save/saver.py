@@ -159,9 +159,9 @@ class Saver:
         try:
             # The training thread waits here, so the captured state does not change meanwhile.
             wait_seconds = self._pool.wait(step, wait_seconds_max)
-            answer = self._link.answer(step)
+            answer = self._link.decline_reason(step)
             if answer is not None and not self._tiers.accepts_steps:
-                self._link.tell(StagerMessage.fits(step))
+                self._link.send_message(StagerMessage.fits(step))
                 return self._decline(step, answer, tell=False)  # all were told the same
             place = self._reserve(step, record)
         except PoolFull as no_room:
@@ -200,7 +200,7 @@ class Saver:
         """Decline the step; a busy one only once training continues. `is_late`: the save has waited for room."""
         if is_late or reason.cause != DeclineCause.BUSY:
             return self._decline(step, reason)
-        self._link.tell(StagerMessage.fits(step))
+        self._link.send_message(StagerMessage.fits(step))
         self._finished_step.note(step)
         self._late_step, self._late_reason = step, reason
         return False
@@ -230,7 +230,7 @@ class Saver:
         transfer = (
             self._link.offer(step, area, record, plan.skeleton.layout)
             if answer is None
-            else Transfer.none(step, record, answer)
+            else Transfer.not_sent(step, record, answer)
         )
         if transfer.released.is_set() and place.tier_write is None:  # refused at once: nothing is copied
             self._copier.reopen_gate()
@@ -259,7 +259,7 @@ class Saver:
         # thread delays getting it back by ten microseconds. `instant` keeps the tensors that are checked.
         taken.tensors.clear()
         self._copier.copy(job)
-        self._ledger.begun(transfer, place.tier_write)
+        self._ledger.record_begun(transfer, place.tier_write)
         return job
 
     def _capture(
@@ -278,8 +278,10 @@ class Saver:
             tear_check = plan.tear_check.host_only(sources) if is_mirrored else plan.tear_check
             instant = tear_check.capture_instant(taken, step)
         fingerprints = None
-        if plan.watched:
-            fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step, plan.shared, plan.samples)
+        if plan.watched_entries:
+            fingerprints = Fingerprints(
+                plan.watched_entries, plan.skeleton.gated, step, plan.shared, plan.samples
+            )
             fingerprints.sample_now(sources, also_gated=not is_live)
         after = None if device is None else stream_of(device).record_event()
         return _SyncCapture(is_live, instant, fingerprints, after, route)
@@ -300,7 +302,9 @@ class Saver:
             return DeclineCause.STAGER_LOST.because(problem)
         if (died := self._copier.problem) is not None:
             return DeclineCause.COPY_FAILED.because(died)
-        if (died := self._tiers.died) is not None and not (self._link.job.lives or self._tiers.accepts_steps):
+        if (died := self._tiers.died) is not None and not (
+            self._link.job.is_alive or self._tiers.accepts_steps
+        ):
             return DeclineCause.FAILED.because(died)
         if accelerator.is_capturing():
             return DeclineCause.COPY_FAILED.because(
@@ -313,7 +317,7 @@ class Saver:
         return None
 
     def _decline(self, step: int, reason: Reason, *, tell: bool = True, needed_pickle_bytes: int = 0) -> bool:
-        self._ledger.declined(reason.cause)
+        self._ledger.record_declined(reason.cause)
         self._events.emit("declined", {"reason": reason.text, "cause": reason.cause}, step=step)
         # The link itself reports a lost stager, once.
         if reason.text != self._warned and self._link.job.problem is None:

@@ -312,7 +312,7 @@ class Staging:
         cancelled: Callable[[], bool],
         release: Callable[[Collection[int]], None],
         on_all_read: Callable[[], None],
-        was_read: Callable[[Batch], None] = lambda _: None,
+        on_read: Callable[[Batch], None] = lambda _: None,
         on_copied: Callable[[Batch], None] = lambda _: None,
     ) -> None:
         """Copy the gated tensors in the order of the route, and the mirror to the host. Copy thread only.
@@ -333,7 +333,7 @@ class Staging:
         def read(batch: Batch) -> None:
             nonlocal unread
             reach(Point.TENSOR_COPIED, len(batch.pieces))
-            was_read(batch)
+            on_read(batch)
             release(batch.released_storages)
             unread -= 1
             if not unread:

@@ -303,13 +303,13 @@ class StagingPool:
         begun, waited_seconds = time.monotonic(), 0.0
         if len(self._areas.in_flight()) >= self._areas.count_max:
             # A rank that asks for another layout meanwhile need not wait as long.
-            self._link.tell(StagerMessage.fits(step))
+            self._link.send_message(StagerMessage.fits(step))
         try:
             while len(in_flight := self._areas.in_flight()) >= self._areas.count_max:
                 oldest = in_flight[0]
                 gone = oldest.settled.wait(_LOOK_SECONDS) and oldest.released.wait(_LOOK_SECONDS)
                 waited_seconds = time.monotonic() - begun
-                if not gone and self._link.answer(step) is not None:
+                if not gone and self._link.decline_reason(step) is not None:
                     break  # another rank has declined the step
                 if not gone and waited_seconds > seconds_max:
                     raise PoolFull(
@@ -322,7 +322,7 @@ class StagingPool:
             if is_over:
                 waited_seconds = 0.0
             if waited_seconds:
-                self._ledger.waited(waited_seconds)
+                self._ledger.add_wait(waited_seconds)
         return waited_seconds
 
     def reserve(self, step: int, record: SaveRecord) -> Reservation:
@@ -374,7 +374,7 @@ class StagingPool:
         begun = time.monotonic()
         until = begun + self._config.full_seconds_max
         tier_write = self._tiers.begin(step, record, wait_until=until)
-        self._ledger.waited(time.monotonic() - begun)
+        self._ledger.add_wait(time.monotonic() - begun)
         return tier_write
 
     def _busy_reason(self) -> Reason:

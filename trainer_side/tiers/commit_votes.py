@@ -148,7 +148,7 @@ class Voter:
 
     def _handle_save_at(self, frame: Frame, agreed_steps: AgreedSteps) -> bytes | None:
         try:
-            answer = agreed_steps.heard(Announcement.from_frame(frame))
+            answer = agreed_steps.handle(Announcement.from_frame(frame))
         except ProtocolError as error:
             _log.error("rank %d: ignores a step to save after a notice: %s", self._rank, error)
             agreed_steps.end()  # otherwise training would wait at a step that this rank has promised
@@ -189,7 +189,7 @@ class CommitVotes(RankCouncil):
         self._bye_sent = False
         self._leave_deadline: float | None = None
         self._thread = BackgroundThread(
-            "holdfast-council", self._run, rank=port.rank, task=_TASK, died=self._give_up
+            "holdfast-council", self._run, rank=port.rank, task=_TASK, on_death=self._give_up
         )
         self._thread.start()
 
@@ -357,7 +357,7 @@ class CommitVotes(RankCouncil):
             self._send_root(reply)
 
     def _handle_deaths(self) -> None:
-        lost = self._port.lost()
+        lost = self._port.lost_ranks()
         if lost == self._lost:
             return
         new, self._lost = lost - self._lost, lost

@@ -64,7 +64,7 @@ class TierReport:
 
     def report_kept(self, tier: Tier, outcome: WriteOutcome) -> None:
         write = outcome.write
-        self._ledger.kept(tier.name)
+        self._ledger.record_kept(tier.name)
         self.events.emit(
             "kept",
             {
@@ -87,7 +87,7 @@ class TierReport:
         self.events.emit("skipped_tier", fields, step=step)
         if not counted:
             return
-        self._ledger.skipped(tier.name, cause)
+        self._ledger.record_skipped(tier.name, cause)
         # An error has been logged where it occurred.
         if self._is_news(f"{tier.name}: {cause}") and cause != "failed":
             _log.warning("rank %d: step %d is not kept in tier %s: %s", self._rank, step, tier.name, reason)
@@ -99,7 +99,7 @@ class TierReport:
     def report_verdict(self, tier: Tier, verdict: StepVerdict) -> None:
         (_, step), why = verdict.order, verdict.why
         if why.cause == STATES_DIFFER:
-            self._ledger.refused(step, why)
+            self._ledger.record_refused(step, why)
         if verdict.complete:
             self.events.emit("complete", {"tier": tier.name, "why": why.text}, step=step)
         else:

@@ -60,7 +60,7 @@ class Rank0PreemptionCoordinator:
         self._guard = threading.Lock()
         # Steps without a verdict: when each began, and the bytes of its image.
         self._begun: dict[Order, tuple[float, int]] = {}
-        self._coordinator = PreemptionCoordinator(ranks, self._in_flight, safe=safe)
+        self._coordinator = PreemptionCoordinator(ranks, self._in_flight, safe_state=safe)
 
     def record_begun(self, tier: int, order: Order, image_bytes: int) -> None:
         """Note that this rank has taken a slot for a step."""
@@ -73,7 +73,7 @@ class Rank0PreemptionCoordinator:
         try:
             who = wire.json_body(frame).get("who")  # NOTICE: the rank, for people
             name = who if isinstance(who, str) else f"rank {rank}"
-            return self._carry_out(self._coordinator.hear(rank, name, frame, self._clock()))
+            return self._carry_out(self._coordinator.handle(rank, name, frame, self._clock()))
         except ProtocolError as error:
             _log.error(
                 "ignoring a message of rank %d about a notice, so the notice may lead to no checkpoint: %s",
@@ -85,7 +85,7 @@ class Rank0PreemptionCoordinator:
     def on_vote(self, tier: int, order: Order) -> None:
         """Note that some rank has sealed its slice of this step, or never will."""
         if tier == self._tier:
-            self._coordinator.offered(order[1])
+            self._coordinator.on_offered(order[1])
 
     def record_given_up(self, tier: int, order: Order) -> None:
         """Note that this rank will never seal its slice of this step, which it may have begun after the verdict."""
@@ -101,11 +101,11 @@ class Rank0PreemptionCoordinator:
         with self._guard:
             begun_at, image_bytes = self._begun.pop(verdict.order, (now, 0))
         if verdict.complete:
-            return self._carry_out(self._coordinator.staged(step, image_bytes, now - begun_at, now))
-        return self._carry_out(self._coordinator.ended(step, verdict.why.text, now))
+            return self._carry_out(self._coordinator.on_staged(step, image_bytes, now - begun_at, now))
+        return self._carry_out(self._coordinator.on_ended(step, verdict.why.text, now))
 
     def rank_left(self, rank: int, why: str) -> list[bytes]:
-        return self._carry_out(self._coordinator.rank_left(rank, f"rank {rank} {why}", self._clock()))
+        return self._carry_out(self._coordinator.on_rank_left(rank, f"rank {rank} {why}", self._clock()))
 
     def tick(self) -> list[bytes]:
         return self._carry_out(self._coordinator.tick(self._clock()))

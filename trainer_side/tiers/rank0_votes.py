@@ -90,7 +90,7 @@ class Rank0Votes:
                 return self._verdicts(self._votes.count_skipped(rank, frame.arg, order, read_reason(frame)))
             case Kind.DONE if self._watch is not None:
                 error = self._watch.handle(rank, frame)
-                return self._verdicts(self._votes.refuse(order, Reason.of_error(error))) if error else []
+                return self._verdicts(self._votes.refuse(order, Reason.from_error(error))) if error else []
             case Kind.PROPOSE:
                 return _encode_answer(self._round.propose(rank, self._round.read(frame), now))
             case Kind.FITS:
@@ -190,7 +190,7 @@ class VoteCount:
             return [self._void(tier, order, self._refused[order])]
         if ballot.layout != layout:
             differs = StateError(f"rank {rank} has another layout than the ranks before it")
-            return [self._void(tier, order, Reason.of_error(differs))]
+            return [self._void(tier, order, Reason.from_error(differs))]
         if len(ballot.sealed) == self._ranks:
             return self._complete(tier, order)
         if self._lost.keys() - ballot.sealed:
@@ -220,7 +220,7 @@ class VoteCount:
         if ballot.void:
             self._forget(tier, order)
             return []  # every rank knows already
-        return [self._void(tier, order, why.of_rank(rank))]
+        return [self._void(tier, order, why.with_rank(rank))]
 
     def lost(self, rank: int, why: str) -> list[StepVerdict]:
         """Note that a rank will seal nothing more: every step that it has not sealed by now is void."""

@@ -238,11 +238,11 @@ class Tier(SliceKeeper):
 class TierCounter(Protocol):
     """Counts what the tiers of a rank have done (`trainer_side.ledger.Ledger`)."""
 
-    def kept(self, tier: str) -> None:
+    def record_kept(self, tier: str) -> None:
         """Count a slice that `tier` has sealed."""
 
-    def skipped(self, tier: str, cause: str) -> None:
+    def record_skipped(self, tier: str, cause: str) -> None:
         """Count a step that was not kept in `tier`."""
 
-    def refused(self, step: int, reason: Reason) -> None:
+    def record_refused(self, step: int, reason: Reason) -> None:
         """Count a step that no tier keeps, even if some slices were sealed."""

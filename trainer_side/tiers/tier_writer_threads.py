@@ -87,7 +87,7 @@ class TierCalls:
                 return call()
 
         try:
-            return within(make, seconds_max, name="holdfast-tier-ask", late=late)
+            return within(make, seconds_max, name="holdfast-tier-ask", on_late=late)
         except TimeoutError:
             problem = f"tier {self._name} hangs: {what} has not returned for {seconds_max:g} s"
             raise StoreError(problem) from None
@@ -176,7 +176,7 @@ class TierWriterThreads:
             name = f"holdfast-tier-{self.number}-{len(self._threads)}"
             task = f"writes slices into tier {self.tier.name}"
             self._threads.append(
-                BackgroundThread(name, self._run, rank=self._rank, task=task, died=self._on_thread_death)
+                BackgroundThread(name, self._run, rank=self._rank, task=task, on_death=self._on_thread_death)
             )
             self._threads[-1].start()
 

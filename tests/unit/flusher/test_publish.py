@@ -93,7 +93,7 @@ def test_a_manifest_says_how_tensors_were_split_for_split_ones_only() -> None:
         writer_record={},
     )
     assert [tensor.split for tensor in made.tensors] == [0, None]
-    assert [one.told() for one in made.splits] == ["split in 2 along dim 0"]
+    assert [one.describe() for one in made.splits] == ["split in 2 along dim 0"]
     assert Manifest.from_bytes(made.to_bytes(), source="x") == made
 
 

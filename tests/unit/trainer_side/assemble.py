@@ -46,8 +46,8 @@ def named(state: Mapping[str, Any]) -> bytes:
     names = SavedNames(state, is_writer=True)
     with names.record_param_groups() as given:
         tree = collect(state)
-    names.renew(tree, given)
-    PerRankNames(state).look(tree, is_new=True)
+    names.rebuild(tree, given)
+    PerRankNames(state).refresh(tree, is_new=True)
     return names.trailer
 
 

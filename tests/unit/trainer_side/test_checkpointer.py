@@ -407,7 +407,7 @@ def test_a_notice_after_the_loss_of_the_stager_is_logged_as_an_error(
     link: FakeLink, caplog: pytest.LogCaptureFixture
 ) -> None:
     rank = Rank(link)
-    link.job.lose(PeerLost("its process is dead"))
+    link.job.mark_lost(PeerLost("its process is dead"))
     rank.checkpointer._parts.notices._receive(_END)
     assert "the stager is lost, so no step is named" in caplog.text
     assert len(link.notices) == 1, "the link keeps it for the next stager"

@@ -99,7 +99,7 @@ class Rank:
     def holds(self, step: int, number: int = 0) -> bool:
         """Whether the tier has this step, with bytes of this step only."""
         tier = self.local.tiers[number]
-        kept = [one for one in tier.kept() if one.seal.step == step]
+        kept = [one for one in tier.kept_slices() if one.seal.step == step]
         if not kept:
             return False
         slice_bytes = memoryview(bytearray(kept[0].layout.image_bytes))
@@ -265,7 +265,7 @@ def is_idle_once_woken(rank: Rank) -> bool:
 
 def kept_kinds(rank: Rank, step: int) -> set[str]:
     tiers = rank.local.tiers
-    return {str(tier.nearness) for tier in tiers if step in {one.seal.step for one in tier.kept()}}
+    return {str(tier.nearness) for tier in tiers if step in {one.seal.step for one in tier.kept_slices()}}
 
 
 def test_crcs_of_one_slice_are_computed_by_several_threads_at_once(

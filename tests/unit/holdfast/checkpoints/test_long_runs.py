@@ -103,7 +103,7 @@ LOOKS: dict[str, Callable[[Catalog], object]] = {
 
 
 def _restored_first(catalog: Catalog) -> Candidate | None:
-    store_listing, silent = StoreListing.look(catalog.store, LonePeers())
+    store_listing, silent = StoreListing.open(catalog.store, LonePeers())
     assert silent is None
     return CandidateListing([], store_listing, LonePeers()).first()
 
@@ -148,7 +148,7 @@ def test_attempts_of_a_run_of_older_versions_are_told_by_the_manifests_heads(sto
     assert Catalog(store).get().step == 50
     assert store.read_fully == [f"step-{50:09d}.json"], "whole only what is used"
     assert len(store.read_begun) == _STEPS
-    store_listing, _ = StoreListing.look(store, LonePeers())
+    store_listing, _ = StoreListing.open(store, LonePeers())
     first = CandidateListing([], store_listing, LonePeers()).first()
     assert first is not None
     assert (first.attempt, first.step) == (2, 50)
@@ -236,6 +236,6 @@ def test_lazy_candidates_come_in_the_order_of_a_full_listing(seed: int) -> None:
         for _ in range(dice.randrange(3))
     ]
     set_aside = [CheckpointId(dice.randint(1, 3), dice.randrange(9))] if seed % 3 == 0 else []
-    store_listing, _ = StoreListing.look(store, LonePeers())
+    store_listing, _ = StoreListing.open(store, LonePeers())
     in_turn = [*CandidateListing(holders, store_listing, LonePeers(), set_aside)]
     assert in_turn == [*skip_set_aside(candidates(holders, stored), set_aside)]

@@ -77,6 +77,6 @@ def test_a_restore_names_them_once_and_finds_no_checkpoint(
     store: PosixStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        store_listing, silent = StoreListing.look(store, LonePeers())
+        store_listing, silent = StoreListing.open(store, LonePeers())
     assert (store_listing.stored, silent) == ([], None)
     assert caplog.text.count(TOLD) == 1

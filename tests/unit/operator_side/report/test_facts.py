@@ -260,7 +260,7 @@ def test_a_log_that_ends_in_the_middle_of_a_line(tmp_path: Path) -> None:
     torn.write_bytes(whole[:-40])
     log = read_logs([torn])
     assert log.unreadable == 1
-    assert log.running == [str(torn)]
+    assert log.unfinished == [str(torn)]
     assert len(log.events) == len(read_logs([EVENTS]).events) - 1
     facts = facts_of(torn)
     assert any("is incomplete" in text for text in facts.unknown)

@@ -165,7 +165,7 @@ def test_the_event_log_is_followed_from_now_on(tmp_path: Path) -> None:
 def _notice(kind: NoticeKind) -> dict[str, object]:
     """Return the line that the stager writes after rank 1's notice."""
     emergency = PreemptionCoordinator(2, tuple)
-    said = emergency.noticed(1, Notice(kind, None, "aws", "a test"), 60.0, "rank 1 on host spot-1", 0.0)[0]
+    said = emergency.on_notice(1, Notice(kind, None, "aws", "a test"), 60.0, "rank 1 on host spot-1", 0.0)[0]
     assert isinstance(said, EventLine)
     return {"event": said.event, "role": "stager", **said.fields}
 

@@ -177,7 +177,7 @@ def test_a_proposed_step_is_answered_with_where_training_is(link: Link, port: Fa
     link.send_message(StagerMessage.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws")))
     until(lambda: port.of(Kind.NOTICE))
     assert wire.json_body(port.of(Kind.NOTICE)[0])["source"] == "aws"
-    agreed_steps(link).restored(6)
+    agreed_steps(link).on_restored(6)
     port.say(Kind.SAVE_AT, step=9, arg=1)
     until(lambda: port.of(Kind.AT))
     (answer,) = port.of(Kind.AT)
@@ -381,7 +381,7 @@ def test_a_step_only_staged_is_not_called_safe_after_a_loss(port: FakePort, agai
     assert (link.job.durable_step, link.job.staged_step) == (1, 2)
     _lose(link, port)
     assert link._rejoining is not None
-    assert "step 2 was staged on the lost stager" in link._rejoining._at_risk()
+    assert "step 2 was staged on the lost stager" in link._rejoining._describe_risk()
     _reach(link, again)
     assert (link.job.durable_step, link.job.staged_step) == (1, 1)
     link.close(seconds_max=0.0)

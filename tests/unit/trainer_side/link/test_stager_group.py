@@ -46,9 +46,9 @@ class Scene:
                 port,
                 member=index > 0,
                 clock=lambda: time.monotonic() + self.now,
-                reconnect=Reconnect(lambda _, index=index: self._come_again(index), lambda: 0)
+                reconnect=Reconnect(lambda _, index=index: self._come_again(index), lambda: 0)  # type: ignore[misc]
                 if again
-                else None,  # type: ignore[misc]
+                else None,
                 **settings,
             )
             for index, port in enumerate(self.ports)

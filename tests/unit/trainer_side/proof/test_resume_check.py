@@ -323,7 +323,7 @@ def test_without_a_stager_each_rank_records_into_its_tiers(store: Path) -> None:
     trained = Trained(PlayedLink(store, alone=True), LonePeers(), tiers=tiers)
     trained.step(3)
     trained.check.on_saved(3)
-    tiers.begun = (7, 3)
+    tiers.last_begun = (7, 3)
     for step in (4, 5, 6):
         trained.step(step, newest=3)
     trained.check.on_saved(7)  # the tiers had no slot for this one
@@ -336,7 +336,7 @@ def test_without_a_stager_each_rank_records_into_its_tiers(store: Path) -> None:
 def test_with_a_stager_one_digest_goes_to_both(store: Path) -> None:
     link, tiers = PlayedLink(store), PlayedTiers()
     trained = Trained(link, LonePeers(), tiers=tiers)
-    tiers.begun = (9, 3)  # the tiers were ahead of the store
+    tiers.last_begun = (9, 3)  # the tiers were ahead of the store
     trained.step(4, newest=3)
     trained.check.close()
     ((key, told),) = link.digests

@@ -161,7 +161,7 @@ def test_slices_that_are_doubtful_are_passed_over(tmp_path: Path, caplog: pytest
     for step in (4, 5):
         saved = {"x": torch.full((9,), float(step))}
         tier.put(checkpoint(lambda _rank, saved=saved: saved, ranks=1, step=step), 0)  # type: ignore[misc]
-    tier.doubt(DoubtedSteps(1, Doubt(0, (5, 5), "model/w was changed after save(6)")))
+    tier.record_doubt(DoubtedSteps(1, Doubt(0, (5, 5), "model/w was changed after save(6)")))
     state = {"x": torch.zeros(9)}
     found = restore(state, PosixStore(tmp_path), LonePeers(), events=None, tiers=[tier])
     assert found is not None

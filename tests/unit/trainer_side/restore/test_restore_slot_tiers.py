@@ -55,7 +55,7 @@ class Machines:
         for tier in tiers:
             tier.complete(made.attempt, made.step)
             if proven:
-                tier.prove(made.attempt, made.step, {"step": made.step + 1})
+                tier.keep_proof(made.attempt, made.step, {"step": made.step + 1})
             tier.close()
 
     def close(self) -> None:

@@ -45,10 +45,10 @@ def test_pieces_are_made_in_order_beside_the_training_thread_and_each_is_given_o
     ahead = MemoryPreallocator(bench.makes())
     until(lambda: len(bench.made) == 3)
     assert bench.begun == [(number, "holdfast-memory") for number in range(3)]
-    taken = [ahead.take(number) for number in (2, 0, 1)]
+    taken = [ahead.claim(number) for number in (2, 0, 1)]
     assert [int(one[0]) for one in taken if one is not None] == [2, 0, 1]
-    assert ahead.take(1) is None
-    assert ahead.take(7) is None
+    assert ahead.claim(1) is None
+    assert ahead.claim(7) is None
     ahead.close(SECONDS)
 
 
@@ -57,11 +57,11 @@ def test_a_piece_that_is_not_begun_is_made_at_once_whatever_the_thread_is_at() -
     ahead = MemoryPreallocator(bench.makes())
     until(lambda: bench.begun)
     bench.may[2].set()
-    taken = ahead.take(2)
+    taken = ahead.claim(2)
     assert taken is not None
     assert bench.begun[1] == (2, threading.current_thread().name)
     bench.may[0].set()
-    taken = ahead.take(0)
+    taken = ahead.claim(0)
     assert taken is not None
     assert int(taken[0]) == 0
     bench.may[1].set()
@@ -91,5 +91,5 @@ def test_an_error_is_raised_where_the_piece_is_taken_and_the_others_are_made() -
     ahead = MemoryPreallocator({1: refuse, 2: lambda: torch.zeros(2)})
     ahead._thread.join(SECONDS)  # type: ignore[union-attr]
     with pytest.raises(MemoryError, match="none left"):
-        ahead.take(1)
-    assert ahead.take(2) is not None
+        ahead.claim(1)
+    assert ahead.claim(2) is not None

@@ -30,7 +30,7 @@ def test_ten_thousand_small_tensors_are_few_batches() -> None:
     assert len(route.host) <= 100
     assert all(batch.nbytes <= BATCH_BYTES_MAX for batch in route.host)
     assert Counter(piece for batch in route.host for piece in batch.pieces) == Counter(plan.gated)
-    told = [storage for batch in route.host for storage in batch.read]
+    told = [storage for batch in route.host for storage in batch.released_storages]
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert sorted(told) == sorted(addresses), "a storage is given free twice, or never"
     assert route.storages == set(told)
@@ -55,7 +55,7 @@ def test_a_large_piece_holds_up_nothing_but_itself() -> None:
     large = [batch for batch in found if any(piece.entry == 1 for piece in batch.pieces)]
     assert len(large) >= 2, "it lies in two chunks"
     address = tensors[1].data_ptr()
-    assert [address in batch.read for batch in large] == [False] * (len(large) - 1) + [True]
+    assert [address in batch.released_storages for batch in large] == [False] * (len(large) - 1) + [True]
 
 
 def test_the_route_is_made_once_until_tensors_move_or_the_order_changes() -> None:

@@ -59,8 +59,8 @@ def test_small_values_are_saved_as_they_were_and_the_scripts_own_stay(scene: Sce
     scene.note["epoch"].append(4)
     torch.rand(1)
     assert scene.finished.step == 4
-    assert scene.finished.why_not() == ""
-    scene.finished.put_back()
+    assert scene.finished.stale_reason() == ""
+    scene.finished.restore_values()
     assert scene.state["data"].state_dict()["places"] == [0]
     assert scene.state["note"] == OrderedDict(epoch=[3])
     assert type(scene.state["note"]) is OrderedDict
@@ -92,23 +92,25 @@ def test_each_change_of_a_tensor_is_a_reason(scene: Scene) -> None:
         (replace, "tensors of the state were replaced after step 4"),
     ):
         scene.finished.note(4)
-        assert scene.finished.why_not() == ""
+        assert scene.finished.stale_reason() == ""
         change()
-        assert scene.finished.why_not() == said
+        assert scene.finished.stale_reason() == said
 
 
 def test_a_forward_pass_that_changes_no_buffer_is_none(scene: Scene) -> None:
     scene.model.eval()
     scene.model(torch.ones(4, 2)).sum().backward()
-    assert scene.finished.why_not() == ""
+    assert scene.finished.stale_reason() == ""
 
 
 def test_without_a_step_and_with_values_that_cannot_be_noted_it_is_said(scene: Scene) -> None:
-    assert FinishedStep(scene.state, lambda: 0).why_not() == "no step was finished"
+    assert FinishedStep(scene.state, lambda: 0).stale_reason() == "no step was finished"
     scene.counter.seconds = 0.006
     for step in range(5, 6 + _SLOW_STEPS):
         scene.finished.note(step)
-    assert scene.finished.why_not() == "data of that step is unknown: its state_dict() takes more than 5 ms"
+    assert (
+        scene.finished.stale_reason() == "data of that step is unknown: its state_dict() takes more than 5 ms"
+    )
 
     class Broken(Counter):
         def state_dict(self) -> dict[str, Any]:
@@ -116,4 +118,4 @@ def test_without_a_step_and_with_values_that_cannot_be_noted_it_is_said(scene: S
 
     broken = FinishedStep({"data": Broken()}, lambda: 0)
     broken.note(1)
-    assert broken.why_not() == "data of that step is unknown: its state_dict() raised RuntimeError: gone"
+    assert broken.stale_reason() == "data of that step is unknown: its state_dict() raised RuntimeError: gone"

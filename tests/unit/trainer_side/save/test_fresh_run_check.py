@@ -23,7 +23,7 @@ def store(tmp_path: Path, *names: str) -> str:
 def refusal(url: str, *, fresh: bool = False, restored: bool = False) -> Exception | None:
     beginning = FreshRunCheck(fresh=fresh, seconds_max=5)
     if restored:
-        beginning.restored()
+        beginning.mark_restored()
     return beginning.refusal(url, ())
 
 
@@ -55,7 +55,7 @@ def test_fresh_begins_anew_and_says_so_once(tmp_path: Path, caplog: pytest.LogCa
 
 def test_fresh_and_restore_contradict_each_other() -> None:
     with pytest.raises(ConfigError, match="leave out one of the two"):
-        FreshRunCheck(fresh=True, seconds_max=5).restored()
+        FreshRunCheck(fresh=True, seconds_max=5).mark_restored()
 
 
 def test_a_store_that_cannot_be_seen_is_no_new_run(tmp_path: Path) -> None:

@@ -139,15 +139,15 @@ def test_a_layer_is_updated_as_soon_as_it_is_copied_and_not_before() -> None:
     gate.close()
     gate.hold([address for parameter in parameters for address in _addresses(optimizer, parameter)])
     step = Step(optimizer)
-    gate.passed(_addresses(optimizer, parameters[1])[:-1])
+    gate.release(_addresses(optimizer, parameters[1])[:-1])
     time.sleep(0.05)
     assert changed() == [False, False, False], "one tensor of its state was still to be copied"
-    gate.passed(_addresses(optimizer, parameters[1])[-1:])
+    gate.release(_addresses(optimizer, parameters[1])[-1:])
     _until(lambda: changed() == [False, True, False])
-    gate.passed(_addresses(optimizer, parameters[0]))
+    gate.release(_addresses(optimizer, parameters[0]))
     _until(lambda: changed() == [True, True, False])
     assert step.is_alive()
-    gate.passed(_addresses(optimizer, parameters[2]))
+    gate.release(_addresses(optimizer, parameters[2]))
     step.join(60)
     assert changed() == [True, True, True]
     assert gate.closed, "the copy itself has not said that it is over"
@@ -184,7 +184,7 @@ def test_parameters_of_one_storage_are_held_together() -> None:
     step = Step(optimizer)
     time.sleep(0.05)
     assert flat.tolist() == [0.0] * 8
-    gate.passed([_address(flat)])
+    gate.release([_address(flat)])
     step.join(60)
     assert flat.tolist() == [-1.0] * 8
 
@@ -239,12 +239,12 @@ def test_a_shard_is_held_until_it_is_copied(mesh: DeviceMesh) -> None:
     step = Step(optimizer)
     _until(lambda: bool(gate._waiting))
     assert changed() == [False, False, False]
-    gate.passed(addresses[1])
+    gate.release(addresses[1])
     _until(lambda: changed() == [False, True, False])
-    gate.passed(addresses[0][:1])
+    gate.release(addresses[0][:1])
     time.sleep(0.05)
     assert changed() == [False, True, False], "its moments are still to be copied"
-    gate.passed([*addresses[0][1:], *addresses[2]])
+    gate.release([*addresses[0][1:], *addresses[2]])
     step.join(60)
     assert changed() == [True, True, True]
     gate.open()
@@ -400,7 +400,7 @@ def test_tensors_copied_between_the_look_and_the_wait_are_not_waited_for(
         _: object, __: object, *, held: Callable[[torch.Tensor], bool], wait_for_more: Callable[[], None]
     ) -> None:
         assert held(parameter)
-        gate.passed(_addresses(optimizer, parameter))
+        gate.release(_addresses(optimizer, parameter))
         wait_for_more()
 
     monkeypatch.setattr("trainer_side.save.gate.split_step", unlucky)

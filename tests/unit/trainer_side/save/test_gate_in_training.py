@@ -241,7 +241,7 @@ def test_a_single_optimizer_call_takes_all_parameters_unless_some_are_held(
     def counted(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         calls.append(len(params))
         real(params, *args, **kwargs)
-        gate.passed([last])  # the held parameter is copied only after the rest was updated
+        gate.release([last])  # the held parameter is copied only after the rest was updated
 
     monkeypatch.setattr(adam, kernel, counted)
     if state != "open":

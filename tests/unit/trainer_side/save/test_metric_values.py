@@ -74,8 +74,8 @@ def test_lost_metrics_are_said_once_and_on_rank_0(caplog: pytest.LogCaptureFixtu
     first, other = StepMetrics(0), StepMetrics(1)
     for given in (first, other):
         for step in range(4):
-            given.to_step({"loss": 0.5}, step)
+            given.check_step({"loss": 0.5}, step)
             if step == 0:
-                given.saved()
+                given.mark_saved()
     assert caplog.text.count("the metrics of step 1 are lost") == 1
     assert caplog.text.count("are lost") == 1

@@ -35,12 +35,12 @@ class Made:
 
 def _pool(count_max: int) -> tuple[Areas, Made]:
     areas, made = Areas(), Made()
-    areas.renew(made, count_max)
+    areas.reset(made, count_max)
     return areas, made
 
 
 def _send(areas: Areas, step: int) -> Transfer:
-    area = areas.take()
+    area = areas.acquire()
     assert area is not None
     transfer = Transfer(step, SaveRecord())
     areas.send(area, transfer)
@@ -58,14 +58,14 @@ def test_areas_are_made_when_they_are_needed_and_kept() -> None:
     first, _, third = _send(areas, 5), _send(areas, 6), _send(areas, 7)
     assert len(made.areas) == 3
     assert areas.nbytes == 30
-    assert areas.take() is None
+    assert areas.acquire() is None
     assert [transfer.step for transfer in areas.being_read()] == [5, 6, 7]
     for transfer in (first, third):
         transfer.released.set()
         transfer.set_state(TransferState.STAGED)
     _send(areas, 8)
     _send(areas, 9)
-    assert areas.take() is None
+    assert areas.acquire() is None
     assert len(made.areas) == 3
 
 
@@ -78,14 +78,14 @@ def test_no_memory_for_another_area_costs_no_training(caplog: pytest.LogCaptureF
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return made()
 
-    areas.renew(make, 4)
+    areas.reset(make, 4)
     before = _send(areas, 1)
-    assert areas.take() is None
-    assert areas.take() is None
+    assert areas.acquire() is None
+    assert areas.acquire() is None
     assert areas.count_max == 1
     assert caplog.text.count("no memory for one more staging area, 1 are in use") == 1
     before.released.set()
-    assert areas.take() is not None
+    assert areas.acquire() is not None
 
 
 def test_in_flight_is_what_the_ring_does_not_have_yet() -> None:
@@ -109,17 +109,17 @@ def test_steps_sent_and_not_staged_are_bounded() -> None:
     transfers.append(_send(areas, 3))
     for transfer in transfers:
         transfer.released.set()
-    assert areas.take() is None
+    assert areas.acquire() is None
     assert not areas.being_read()
     transfers[0].set_state(TransferState.STAGED)
-    assert areas.take() is not None
+    assert areas.acquire() is not None
 
 
 def test_a_new_layout_gives_the_memory_back_first() -> None:
     areas, made = _pool(2)
     transfers = [_send(areas, step) for step in (1, 2)]
     with pytest.raises(AssertionError):
-        areas.renew(made, 2)
+        areas.reset(made, 2)
     for transfer in transfers:
         transfer.released.set()
 
@@ -128,7 +128,7 @@ def test_a_new_layout_gives_the_memory_back_first() -> None:
         assert not any(area() for area in made.areas), "old and new areas at the same time"
         return cast(Staging, FakeStaging())
 
-    areas.renew(make, 2)
+    areas.reset(make, 2)
     assert areas.nbytes == 10
     assert [transfer.step for transfer in areas.in_flight()] == [1, 2], "they may still have to be staged"
 

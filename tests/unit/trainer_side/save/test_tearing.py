@@ -263,7 +263,9 @@ def test_bytes_between_tensors_are_nobodys(link: FakeLink) -> None:
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
     skeleton = make_plan(state)
     pieces = SlicePlan.of(skeleton.layout, 0, skeleton.gated)
-    instant = TearCheck(skeleton.layout, pieces, skeleton.gated, {}).take(taken(state, skeleton), 1)
+    instant = TearCheck(skeleton.layout, pieces, skeleton.gated, {}).capture_instant(
+        taken(state, skeleton), 1
+    )
     assert instant is not None
     (piece,) = pieces.gated
     area = torch.zeros(pieces.area_bytes, dtype=torch.uint8)
@@ -311,13 +313,13 @@ def test_changes_of_a_dtensor_are_looked_for_where_torch_counts_them(link: FakeL
     moment = run.training.optimizer.state[parameter]["exp_avg"]
 
     def seen(change: Callable[[], object]) -> str:
-        plan, taken_now = planner.take()
-        instant = plan.tear_check.take(taken_now, 1)
+        plan, taken_now = planner.capture()
+        instant = plan.tear_check.capture_instant(taken_now, 1)
         assert instant is not None
-        assert not instant.changed()
+        assert not instant.find_changed()
         with torch.no_grad():
             change()
-        return instant.changed()
+        return instant.find_changed()
 
     local = local_of(parameter)
     before = parameter._version, local._version
@@ -347,7 +349,7 @@ def test_words_on_a_device_are_compared_with_the_copy() -> None:
     pieces = SlicePlan.of(skeleton.layout, 0, skeleton.gated)
     check = TearCheck(skeleton.layout, pieces, skeleton.gated, {})
     captured = taken(state, skeleton)
-    assert check.take(captured, 1) is not None
+    assert check.capture_instant(captured, 1) is not None
     sources = [captured.sources[piece.entry] for piece in check.pieces]
     within = np.array([[0, piece.nbytes - min(8, piece.nbytes)] for piece in check.pieces])
     places = range(len(check.pieces))
@@ -357,11 +359,11 @@ def test_words_on_a_device_are_compared_with_the_copy() -> None:
         assert source is not None
         part = source.bytes()[piece.entry_offset : piece.entry_offset + piece.nbytes]
         area[piece.offset : piece.offset + piece.nbytes] = part
-    assert words.wrong(places, area) is None
+    assert words.find_wrong(places, area) is None
     for place in places:
         last = check.pieces[place].offset + check.pieces[place].nbytes - 1
         area[last] ^= 255
-        found = words.wrong(places, area)
+        found = words.find_wrong(places, area)
         assert found == (place if check.pieces[place].nbytes >= 8 else None)
         area[last] ^= 255
 

@@ -17,7 +17,7 @@ from trainer_side.state.tensor_table import checksums, device_crcs
 
 def of(tree: dict[str, Any], *leave_out: str) -> dict[str, int]:
     found = survey(tree)
-    return dict(zip((slot.path for slot in found.slots), checksums(found, frozenset(leave_out)), strict=True))
+    return dict(zip((slot.path for slot in found.specs), checksums(found, frozenset(leave_out)), strict=True))
 
 
 def crc(tensor: torch.Tensor) -> int:

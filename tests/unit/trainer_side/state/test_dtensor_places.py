@@ -74,8 +74,8 @@ def _flat(expanded: ExpandedTree) -> list[tuple[str, Any]]:
 def test_places_found_at_once_are_those_found_one_by_one(mesh: DeviceMesh) -> None:
     shards, later = _planned(mesh), _tree(mesh)
     assert shards._places is not None
-    assert shards._places.look(later) is not None
-    quick, slow = shards.again(later), shards._expand_one_by_one(later)
+    assert shards._places.match(later) is not None
+    quick, slow = shards.expand_again(later), shards._expand_one_by_one(later)
     assert quick is not None
     assert slow is not None
     assert _flat(quick) == _flat(slow)
@@ -129,8 +129,8 @@ def test_another_part_is_not_taken_for_the_one_of_the_plan(mesh: DeviceMesh, cha
     shards, later = _planned(mesh), _tree(mesh)
     CHANGES[change](later, mesh)
     assert shards._places is not None
-    assert shards._places.look(later) is None
-    assert shards.again(later) is None
+    assert shards._places.match(later) is None
+    assert shards.expand_again(later) is None
 
 
 SAME: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -146,13 +146,13 @@ def test_a_tree_of_another_outline_is_looked_at_one_by_one_and_known_from_then_o
     shards, later = _planned(mesh), _tree(mesh)
     SAME[change](later)
     assert shards._places is not None
-    assert shards._places.look(later) is None
-    again = shards.again(later)
+    assert shards._places.match(later) is None
+    again = shards.expand_again(later)
     assert again is not None
     slow = shards._expand_one_by_one(later)
     assert slow is not None
     assert _flat(again) == _flat(slow)
-    assert shards._places.look(later) is not None
+    assert shards._places.match(later) is not None
 
 
 def _calls(call: Callable[[], Any]) -> int:

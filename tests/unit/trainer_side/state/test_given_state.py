@@ -26,11 +26,11 @@ def test_names_are_texts_without_a_slash(name: Any) -> None:
 def test_new_values_are_taken_into_the_same_dictionary() -> None:
     given: dict[str, Any] = {"epoch": 0, "best": torch.zeros(2), "log": [1]}
     state = UserState(given)
-    held, better, mine = state.held, torch.ones(2), PerRank(3)
+    held, better, mine = state.current, torch.ones(2), PerRank(3)
     given.update(epoch=1, best=better, mine=mine)
     given["log"].append(2)
-    assert state.problem() is None
-    assert state.held is held
+    assert state.try_refresh() is None
+    assert state.current is held
     assert held == {"epoch": 1, "best": better, "log": [1, 2], "mine": mine}
 
 
@@ -39,10 +39,10 @@ def test_objects_are_refused_by_name(name: str) -> None:
     given: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}
     state = UserState(given)
     given[name] = torch.nn.Linear(2, 2)
-    problem = state.problem()
+    problem = state.try_refresh()
     assert problem is not None
     assert str(problem).startswith(f"{name}: expected the objects")
-    assert state.held["model"] is not given["model"] or name == "late"
+    assert state.current["model"] is not given["model"] or name == "late"
 
 
 def test_a_value_in_the_place_of_an_object_is_refused() -> None:

@@ -91,7 +91,7 @@ def test_names_follow_the_optimizer_and_are_kept_meanwhile() -> None:
     def look() -> bytes:
         with names.record_param_groups() as given:
             tree = collect(state)
-        names.look(tree, given)
+        names.refresh(tree, given)
         return names.trailer
 
     first = look()
@@ -106,8 +106,8 @@ def test_names_follow_the_optimizer_and_are_kept_meanwhile() -> None:
     other = SavedNames(state, is_writer=False)
     with other.record_param_groups() as given:
         tree = collect(state)
-    other.look(tree, given)
-    other.renew(tree, given)
+    other.refresh(tree, given)
+    other.rebuild(tree, given)
     assert other.trailer == b""
 
 

@@ -502,5 +502,5 @@ def test_a_tensor_that_was_not_pickled_cannot_be_pickled_again() -> None:
     tree = {"w": torch.ones(3)}
     job = Pickling(survey(tree))
     assert FastPickling.of(job, [tree["w"]]) is None
-    job.head(tree)
+    job.pickle(tree)
     assert FastPickling.of(job, [tree["w"]]) is not None

@@ -109,6 +109,6 @@ def test_several_shards_of_torchs_own_wrapper_are_refused() -> None:
 def test_a_plan_does_not_fit_a_part_that_lies_elsewhere() -> None:
     shards = SplitStandIns()
     shards.expand({"w": Rows(0, WHOLE[:2].clone())})
-    assert shards.again({"w": Rows(0, WHOLE[2:4].clone())}) is not None
-    assert shards.again({"w": Rows(1, WHOLE[:2].clone())}) is None
-    assert shards.again({"w": Mute(0, WHOLE[:2].clone())}) is None
+    assert shards.expand_again({"w": Rows(0, WHOLE[2:4].clone())}) is not None
+    assert shards.expand_again({"w": Rows(1, WHOLE[:2].clone())}) is None
+    assert shards.expand_again({"w": Mute(0, WHOLE[:2].clone())}) is None

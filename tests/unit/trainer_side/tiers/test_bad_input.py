@@ -75,7 +75,7 @@ def test_a_damaged_file_is_named_and_kept_and_a_fresh_one_made_beside_it(
     path = filled(directory)
     before = changed(path, offset, data)
     tier = opened(directory)
-    assert tier.kept() == []
+    assert tier.kept_slices() == []
     assert said in caplog.text
     assert str(path) in caplog.text
     caplog.clear()
@@ -109,7 +109,7 @@ def test_a_damaged_seal_costs_one_slice(directory: Path, caplog: pytest.LogCaptu
     tier.prepare(image().layout, 0)
     for step in (1, 2):
         save(tier, image(), 0, 1, step)
-    newest = tier.kept()[0]
+    newest = tier.kept_slices()[0]
     path = Path(newest.place)
     superblock = tier._superblocks[newest.place]
     changed(path, superblock.seal_offset(newest.slot) + 20, b"xx")
@@ -145,7 +145,7 @@ def test_a_file_of_another_run_is_refused_and_kept(directory: Path) -> None:
         "directory"
     )
     assert str(caught.value) == f"{ours}: {said}"
-    assert tier.kept() == []
+    assert tier.kept_slices() == []
     assert ours.read_bytes() == before
 
 
@@ -160,7 +160,7 @@ def test_a_file_of_another_rank_is_refused_and_kept(directory: Path) -> None:
     tier = opened(directory)
     with pytest.raises(ConfigError, match="holds slices of rank 1, its name says rank 0"):
         tier.prepare(image().layout, 0)
-    assert [kept.seal.rank for kept in tier.kept()] == [1]
+    assert [kept.seal.rank for kept in tier.kept_slices()] == [1]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a file away")
@@ -178,10 +178,10 @@ def test_somebody_elses_is_refused(directory: Path, what: str) -> None:
         tier.prepare(image().layout, 0)
     assert said[what] in str(caught.value)
     if what == "file":
-        assert tier.kept() == []
+        assert tier.kept_slices() == []
     else:
         with pytest.raises(ConfigError, match=r"local tier .*owner 12345"):
-            tier.kept()
+            tier.kept_slices()
 
 
 def test_a_link_is_not_followed(directory: Path, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_link_is_not_followed(directory: Path, tmp_path: Path) -> None:
     tier = opened(directory)
     with pytest.raises(ConfigError, match="cannot be opened"):
         tier.prepare(image().layout, 0)
-    assert tier.kept() == []
+    assert tier.kept_slices() == []
 
 
 def test_a_directory_that_is_a_link_is_refused(directory: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_directory_that_is_a_link_is_refused(directory: Path, tmp_path: Path) 
     place.rename(tmp_path / "elsewhere")
     place.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="is a link"):
-        opened(directory).kept()
+        opened(directory).kept_slices()
 
 
 def test_a_slot_file_is_private(directory: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_slot_file_is_private(directory: Path) -> None:
 
 def test_a_directory_on_nothing_is_refused(tmp_path: Path) -> None:
     tier = opened(tmp_path / "not" / "mounted")
-    assert tier.kept() == []
+    assert tier.kept_slices() == []
     with pytest.raises(ConfigError, match="mount the device"):
         tier.prepare(image().layout, 0)
     assert not (tmp_path / "not").exists()
@@ -340,7 +340,7 @@ def test_ranks_with_a_living_writer_keep_their_files(directory: Path) -> None:
     save(first, image(7, ranks=3), 2, 1, 1)
     second.prepare(image().layout, 0)
     save(second, image(), 0, 2, 1)
-    assert len(second.kept()) == 2
+    assert len(second.kept_slices()) == 2
     first.close()
     second.close()
 
@@ -349,7 +349,7 @@ def test_a_record_too_large_is_left_out(directory: Path) -> None:
     tier = opened(directory)
     tier.prepare(image().layout, 0)
     assert write(tier, image(), 0, 1, 1).seal({"long": "x" * (1 << 20)})
-    (kept,) = tier.kept()
+    (kept,) = tier.kept_slices()
     assert kept.seal.record == {}
     tier.close()
 

@@ -57,17 +57,17 @@ def _proposal(dtype: str = "float32", pickle_bytes: int = 100) -> Proposal:
 
 def test_ranks_hear_that_a_step_is_complete_when_the_last_has_sealed_it(ranks: Ranks) -> None:
     for rank in (2, 0):
-        ranks.councils[rank].sealed(1, (1, 7), "a")
+        ranks.councils[rank].vote_sealed(1, (1, 7), "a")
     time.sleep(0.05)
     assert not any(ranks.heard)
-    ranks.councils[1].sealed(1, (1, 7), "a")
+    ranks.councils[1].vote_sealed(1, (1, 7), "a")
     until(lambda: all(ranks.heard))
     assert all(heard == [StepVerdict(1, (1, 7), complete=True)] for heard in ranks.heard)
 
 
 def test_ranks_hear_that_a_rank_skips_a_step_and_why(ranks: Ranks) -> None:
-    ranks.councils[0].sealed(0, (1, 7), "a")
-    ranks.councils[2].skipped(0, (1, 7), DeclineCause.BUSY.because("no slot is free"))
+    ranks.councils[0].vote_sealed(0, (1, 7), "a")
+    ranks.councils[2].vote_skipped(0, (1, 7), DeclineCause.BUSY.because("no slot is free"))
     until(lambda: all(ranks.heard))
     assert {heard[0].why for heard in ranks.heard} == {Reason("busy", "rank 2: busy: no slot is free")}
 
@@ -75,8 +75,8 @@ def test_ranks_hear_that_a_rank_skips_a_step_and_why(ranks: Ranks) -> None:
 def test_a_rank_that_does_not_seal_voids_the_step_at_rank_0s_deadline() -> None:
     now = [0.0]
     ranks = Ranks(seal_seconds_max=20.0, clock=lambda: now[0])
-    ranks.councils[0].sealed(0, (1, 7), "a")
-    ranks.councils[1].sealed(0, (1, 7), "a")
+    ranks.councils[0].vote_sealed(0, (1, 7), "a")
+    ranks.councils[1].vote_sealed(0, (1, 7), "a")
     rank0 = ranks.councils[0]._rank0
     assert rank0 is not None
     ballots = rank0._votes._ballots
@@ -92,8 +92,8 @@ def test_a_rank_that_does_not_seal_voids_the_step_at_rank_0s_deadline() -> None:
 
 
 def test_a_dead_rank_makes_it_void_at_once(ranks: Ranks) -> None:
-    ranks.councils[0].sealed(0, (1, 7), "a")
-    ranks.councils[1].sealed(0, (1, 7), "a")
+    ranks.councils[0].vote_sealed(0, (1, 7), "a")
+    ranks.councils[1].vote_sealed(0, (1, 7), "a")
     time.sleep(0.05)
     ranks.net.dead.add(2)
     until(lambda: ranks.heard[0] and ranks.heard[1])
@@ -106,7 +106,7 @@ def test_a_silent_rank_0_decides_nothing_and_that_is_said_once(
     monkeypatch.setattr("trainer_side.tiers.commit_votes._SLACK_SECONDS", 0.1)
     ranks = Ranks(2, seal_seconds_max=0.1)
     ranks.net.cut.add(0)
-    ranks.councils[1].sealed(0, (1, 7), "a")
+    ranks.councils[1].vote_sealed(0, (1, 7), "a")
     until(lambda: ranks.councils[1].problem)
     assert not ranks.heard[1], "what rank 0 may have called complete elsewhere is not called void here"
     assert isinstance(ranks.councils[1].problem, PeerLost)
@@ -150,7 +150,7 @@ def test_ranks_with_other_tensors_are_refused_by_name() -> None:
 
 def test_a_rank_whose_state_alone_has_changed_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(2)
-    ranks.councils[0].fits(20)
+    ranks.councils[0].send_fits(20)
     with pytest.raises(
         StateError, match="step 20: the state of rank 1 has changed, and that of rank 0 has not"
     ):
@@ -207,7 +207,7 @@ def test_a_rank_that_does_not_come_to_agree_is_named() -> None:
 
 
 def test_ranks_hear_how_much_room_the_pickle_gets(ranks: Ranks) -> None:
-    ranks.councils[0].make_room(10_000)
+    ranks.councils[0].announce_room(10_000)
     until(lambda: all(council.new_pickle_reserve_bytes >= 10_000 for council in ranks.councils))
     assert len({council.new_pickle_reserve_bytes for council in ranks.councils}) == 1
 
@@ -223,7 +223,7 @@ def test_an_idle_council_looks_a_hundred_times_a_second(ranks: Ranks) -> None:
 def test_closing_waits_for_the_verdicts_of_all() -> None:
     ranks = Ranks()
     for rank in range(RANKS):
-        ranks.councils[rank].sealed(0, (1, 7), "a")
+        ranks.councils[rank].vote_sealed(0, (1, 7), "a")
     ranks.close()
     assert [ranks.verdicts(rank) for rank in range(RANKS)] == [[(7, True)]] * RANKS
 
@@ -271,7 +271,7 @@ def test_a_message_that_rank_0_may_not_send_ends_the_council_by_name(
 
 
 def test_a_reason_that_is_no_text_or_very_long_is_cut_and_told(ranks: Ranks) -> None:
-    ranks.councils[1].skipped(0, (1, 7), DeclineCause.FAILED.because("/mnt/\udcff" + "x" * 5000))
+    ranks.councils[1].vote_skipped(0, (1, 7), DeclineCause.FAILED.because("/mnt/\udcff" + "x" * 5000))
     until(lambda: all(ranks.heard))
     why = ranks.heard[2][0].why.text
     assert why.startswith("rank 1: failed: /mnt/\\udcffxxx")

@@ -14,7 +14,7 @@ from trainer_side.tiers.tier import Order
 def _save(slots: FileSlots, order: Order, *, complete: bool = True) -> int:
     number = slots.begin(order)
     assert number is not None
-    slots.sealed(number)
+    slots.mark_sealed(number)
     if complete:
         assert slots.complete(order)
     return number
@@ -49,7 +49,7 @@ def test_a_later_one_that_is_not_complete_takes_nothing_away() -> None:
     assert slow is not None
     _save(slots, (1, 2), complete=False)
     assert slots.is_wanted(slow)
-    slots.sealed(slow)
+    slots.mark_sealed(slow)
     assert slots.table() == [SlotEntry((1, 1)), SlotEntry((1, 2)), None]
 
 
@@ -153,7 +153,7 @@ class _Life(RuleBasedStateMachine):
         order = self.writing.pop(number)
         if self.slots.is_wanted(number):
             assert order > self.newest
-            self.slots.sealed(number)
+            self.slots.mark_sealed(number)
             self.sealed.add(order)
         else:
             self.slots.release(number)
@@ -207,9 +207,9 @@ TestAnyOrderOfEvents.settings = settings(max_examples=150, stateful_step_count=4
 def test_a_slot_whose_memory_is_missing_is_nobodys_until_it_is_made() -> None:
     slots = FileSlots(2, missing=[1])
     assert slots.begin((1, 1)) == 0
-    slots.sealed(0)
+    slots.mark_sealed(0)
     assert slots.begin((1, 2)) is None
     slots.void((1, 2))
     assert [entry and entry.order for entry in slots.table()] == [(1, 1), None]
-    slots.made(1)
+    slots.mark_made(1)
     assert slots.begin((1, 2)) == 1

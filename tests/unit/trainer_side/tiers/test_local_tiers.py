@@ -89,17 +89,21 @@ class Rank:
         return tier_write, area
 
     def kept(self, number: int = 0) -> list[int]:
-        return [one.seal.step for one in self.tiers[number].kept() if one.seal.rank == self.rank]
+        return [one.seal.step for one in self.tiers[number].kept_slices() if one.seal.rank == self.rank]
 
     def proofs(self, step: int) -> list[Digest]:
         """The proofs of this step in the tiers."""
-        found = [tier.proof(one) for tier in self.tiers for one in tier.kept() if one.seal.step == step]
+        found = [
+            tier.proof(one) for tier in self.tiers for one in tier.kept_slices() if one.seal.step == step
+        ]
         return [digest for digest in found if digest is not None]
 
     def bytes_of(self, step: int, number: int = 0) -> set[int]:
         """All values that the kept slice has, after its CRCs were compared."""
         (one,) = [
-            one for one in self.tiers[number].kept() if (one.seal.step, one.seal.rank) == (step, self.rank)
+            one
+            for one in self.tiers[number].kept_slices()
+            if (one.seal.step, one.seal.rank) == (step, self.rank)
         ]
         values: set[int] = set()
         area = Area(self.layout, self.rank)
@@ -142,7 +146,7 @@ def test_a_step_is_kept_in_every_tier_and_the_area_released(rank: Rank) -> None:
         assert rank.bytes_of(7, number) == {7}
     names = [tier.name for tier in rank.tiers]
     assert rank.ledger.stats.kept == {names[0]: 3, names[1]: 3}
-    assert rank.tiers[0].kept()[0].seal.record["job"] == "job"
+    assert rank.tiers[0].kept_slices()[0].seal.record["job"] == "job"
 
 
 def test_the_slot_is_the_area_and_is_summed_once(rank: Rank) -> None:
@@ -156,7 +160,7 @@ def test_the_slot_is_the_area_and_is_summed_once(rank: Rank) -> None:
 
 def test_frames_are_written_before_the_last_is_there(rank: Rank) -> None:
     tier_write, area = rank.save(3, frames=2)
-    until(lambda: len(tier_write._sums) == 2)
+    until(lambda: len(tier_write._crcs) == 2)
     time.sleep(0.05)
     assert not tier_write.released.is_set()
     assert not rank.kept()
@@ -357,7 +361,7 @@ def test_without_a_stager_a_notice_is_over_when_its_step_is_in_the_farthest_tier
     threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
     for thread in threads:
         thread.start()
-    ranks[1].local.council.notice(Notice(NoticeKind.TERMINATE, time.time() + 600, "test"))
+    ranks[1].local.council.send_notice(Notice(NoticeKind.TERMINATE, time.time() + 600, "test"))
     for thread in threads:
         thread.join(60)
     assert saved[0] == saved[1]
@@ -377,15 +381,15 @@ def test_a_proof_is_written_once_its_slice_is_sealed(specs: list[str]) -> None:
     rank = Rank(specs)
     tier_write, area = rank.save(3, frames=1)
     assert rank.local.keeps_proofs
-    assert rank.local.begun == (1, 3)
-    rank.local.prove((1, 3), {"step": 4})
+    assert rank.local.last_begun == (1, 3)
+    rank.local.keep_proof((1, 3), {"step": 4})
     assert rank.proofs(3) == []
     area.fill(3)
     assert tier_write.released.wait(60)
     until(lambda: rank.proofs(3) == [{"step": 4}] * 2)
     rank.save(5)
-    rank.local.prove((1, 5), {"step": 6})
-    rank.local.prove((1, 9), {"step": 10})  # of a step that no tier has begun
+    rank.local.keep_proof((1, 5), {"step": 6})
+    rank.local.keep_proof((1, 9), {"step": 10})  # of a step that no tier has begun
     rank.local.close(60)
     assert (rank.proofs(3), rank.proofs(5)) == ([{"step": 4}] * 2, [{"step": 6}] * 2)
 
@@ -393,7 +397,7 @@ def test_a_proof_is_written_once_its_slice_is_sealed(specs: list[str]) -> None:
 def test_a_proof_of_a_step_that_was_given_up_goes_with_it(specs: list[str]) -> None:
     rank = Rank(specs)
     tier_write, _ = rank.save(3, frames=1)
-    rank.local.prove((1, 3), {"step": 4})
+    rank.local.keep_proof((1, 3), {"step": 4})
     tier_write.cancel(DeclineCause.FAILED.because("of the test"))
     assert tier_write.released.wait(60)
     rank.local.close(60)
@@ -409,7 +413,7 @@ def test_a_proof_that_a_device_refuses_costs_nothing_but_itself(
 
     monkeypatch.setattr(rank.tiers[1], "keep_proof", refuse)
     assert rank.save(3)[0].released.wait(60)
-    rank.local.prove((1, 3), {"step": 4})
+    rank.local.keep_proof((1, 3), {"step": 4})
     until(lambda: "disk: the disk is full" in caplog.text)
     until(lambda: rank.proofs(3) == [{"step": 4}])
     assert rank.kept(0) == rank.kept(1) == [3]
@@ -483,7 +487,7 @@ def test_a_device_that_hangs_is_given_up_and_used_again_when_it_answers(
     assert rank.ledger.stats.skipped[f"{specs[1]}: hangs"] == 2
     going.set()
     until(lambda: "answers again" in caplog.text)
-    assert not rank.lanes[1].calls.hangs
+    assert not rank.lanes[1].calls.hang_reason
     tier_write, _ = rank.save(9)
     assert tier_write.released.wait(20)
     assert tier_write.kept_in == {0, 1}
@@ -529,7 +533,7 @@ def test_an_area_comes_back_though_the_device_still_reads_it(
     tier_write, _ = rank.save(5)
     assert writing.wait(20)
     assert not tier_write.released.is_set()
-    rank.local.let_go(tier_write)
+    rank.local.release_area(tier_write)
     assert tier_write.released.is_set(), "nobody may wait for the device here"
     assert tier_write.lost_in == {
         0: DeclineCause.HANGS.because("the tier has not released the staging area in time")
@@ -584,14 +588,14 @@ def test_persistent_memory_that_hangs_gives_no_slot_and_holds_up_no_step(
     hangs = f"tier {pm} gives no slot for step 7: tier {pm} hangs: a slot for step 7 has not returned for 2 s"
     assert hangs in caplog.text
     rank.local.drop(tier_write, DeclineCause.BUSY.because("of the test"))
-    until(lambda: rank.lanes[0].calls.hangs)
-    until(lambda: rank.lanes[1].idle)  # and the other tier has its slot of step 7 back
+    until(lambda: rank.lanes[0].calls.hang_reason)
+    until(lambda: rank.lanes[1].is_idle)  # and the other tier has its slot of step 7 back
     tier_write = rank.begin(9)
     assert tier_write is not None
     assert tier_write.writers.keys() == {1}, "it is not even asked"
     rank.local.drop(tier_write, DeclineCause.BUSY.because("of the test"))
     going.set()
-    until(lambda: not rank.lanes[0].calls.hangs)
+    until(lambda: not rank.lanes[0].calls.hang_reason)
     tier_write, _ = rank.save(11)  # in the slot that came too late for step 7, and was given back
     assert tier_write.released.wait(20)
     assert tier_write.kept_in == {0, 1}
@@ -632,7 +636,7 @@ def test_a_damaged_step_gives_its_slot_away_if_it_is_whole_elsewhere(
     for _ in range(2):  # the first relaunch is killed while its first step is on its way
         found = TierInventory(1, (((1, 5), (1, 3)),) * 2, NOTHING)
         again = Rank(specs, attempt=attempt, inventory=found, prepared=False)
-        again.local.restored((1, 5), whole_in)
+        again.local.set_restored((1, 5), whole_in)
         again.local.prepare(again.layout)
         again.save(9, frames=1)
         until_kept(again, [3] if whole_in else [5])
@@ -650,7 +654,7 @@ def test_a_step_that_one_rank_has_given_up_already_stands_in_nobodys_way(specs: 
     rank.local.close(20)
     found = TierInventory(1, (((1, 3),),) * 2, (((1, 5),),) * 2)
     again = Rank(specs, attempt=2, inventory=found, prepared=False)
-    again.local.restored((1, 5), {"elsewhere"})
+    again.local.set_restored((1, 5), {"elsewhere"})
     again.local.prepare(again.layout)
     again.save(9, frames=1)
     until_kept(again, [3])

@@ -70,7 +70,7 @@ def test_memory_is_the_file(kind: type[MappedFile], path: Path) -> None:
 
 def test_whole_pages_go_past_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     medium = DirectFile(path)
-    if "refuses" in medium.how:
+    if "refuses" in medium.write_mode:
         pytest.skip("no O_DIRECT here")
     written: list[bool] = []
     real = os.pwrite
@@ -85,7 +85,7 @@ def test_whole_pages_go_past_the_page_cache(path: Path, monkeypatch: pytest.Monk
     medium.write(4096, pages(8192))
     medium.write(4096, pages(8192)[1:100])
     assert written == [True, False]
-    assert medium.how == "O_DIRECT, fdatasync"
+    assert medium.write_mode == "O_DIRECT, fdatasync"
     medium.close()
 
 
@@ -102,7 +102,7 @@ def test_a_file_system_that_refuses_direct_writes_is_said(
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     check(medium, path)
-    assert medium.how == "page cache, fdatasync: the file system refuses O_DIRECT"
+    assert medium.write_mode == "page cache, fdatasync: the file system refuses O_DIRECT"
 
 
 def test_a_device_that_fails_is_a_store_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_no_dax_falls_back_to_msync_and_says_so(
     if media.load_libpmem() is None:
         monkeypatch.setattr(media, "load_libpmem", object)
     medium = PmFile(path)
-    assert medium.how == "msync: the file system has no DAX"
+    assert medium.write_mode == "msync: the file system has no DAX"
     assert f"{path}: the file system has no DAX; slices are kept there by an ordinary mapping" in caplog.text
     assert "On persistent memory, mount with -o dax" in caplog.text
     assert medium.copy is ctypes.memmove
@@ -148,7 +148,7 @@ def test_no_libpmem_falls_back_to_msync_and_says_so(
 ) -> None:
     monkeypatch.setattr(media, "load_libpmem", lambda: None)
     medium = PmFile(path)
-    assert medium.how == "msync: libpmem.so.1 is not installed"
+    assert medium.write_mode == "msync: libpmem.so.1 is not installed"
     assert str(path) in caplog.text
     check(medium, path)
 
@@ -170,7 +170,7 @@ class TestLibpmem:
     def test_a_stand_in_is_called_one(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PMEM_IS_PMEM_FORCE", "1")
         medium = PmFile(path)
-        assert medium.how == "libpmem, a stand-in: PMEM_IS_PMEM_FORCE=1 and no persistent memory"
+        assert medium.write_mode == "libpmem, a stand-in: PMEM_IS_PMEM_FORCE=1 and no persistent memory"
         assert medium.copy not in (None, ctypes.memmove)
         check(medium, path)
 

@@ -55,11 +55,13 @@ class Bench:
         self, seconds: float | None, rank: int = 1, kind: NoticeKind = NoticeKind.TERMINATE
     ) -> list[Frame]:
         told = {**notice(seconds, kind).to_json(), "who": f"rank {rank} on host spot"}
-        return self.frames(self.coordinator.hear(rank, Frame(Kind.NOTICE, body=wire.to_json(told))))
+        return self.frames(self.coordinator.handle(rank, Frame(Kind.NOTICE, body=wire.to_json(told))))
 
     def answer(self, rank: int, number: int, next_step: int, seconds: object = 0.1) -> list[Frame]:
         body = wire.to_json({"step_seconds": seconds})
-        return self.frames(self.coordinator.hear(rank, Frame(Kind.AT, step=next_step, arg=number, body=body)))
+        return self.frames(
+            self.coordinator.handle(rank, Frame(Kind.AT, step=next_step, arg=number, body=body))
+        )
 
     def appoint(self, frames: list[Frame]) -> Frame:
         """Let all ranks, at step 10, answer until a step is appointed."""
@@ -71,11 +73,11 @@ class Bench:
 
     def keep(self, step: int, tier: int = FAR) -> None:
         """Let all ranks seal a step in a tier, the last one a second after this rank began it."""
-        self.coordinator.began(tier, (3, step), 1000)
+        self.coordinator.record_begun(tier, (3, step), 1000)
         self.now += 1.0
         for _ in range(self.ranks):
-            self.coordinator.told(tier, (3, step))
-        assert self.coordinator.judged(StepVerdict(tier, (3, step), complete=True)) == []
+            self.coordinator.on_vote(tier, (3, step))
+        assert self.coordinator.on_verdict(StepVerdict(tier, (3, step), complete=True)) == []
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [line for line in read_events(self.path) if line["event"] == name]
@@ -97,7 +99,7 @@ def test_a_step_is_safe_when_it_is_complete_in_the_farthest_tier(
 ) -> None:
     step = bench.appoint(bench.tell(60.0)).step
     assert step > 10
-    bench.coordinator.began(FAR, (3, step), 1000)
+    bench.coordinator.record_begun(FAR, (3, step), 1000)
     bench.keep(step, NEAR)
     assert not bench.events("emergency_staged"), "in memory it goes with the machine"
     bench.keep(step)
@@ -114,9 +116,9 @@ def test_a_step_is_safe_when_it_is_complete_in_the_farthest_tier(
 
 def test_the_plan_uses_the_time_of_the_farthest_tier(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.keep(5)
-    bench.coordinator.began(NEAR, (3, 6), 1000)
+    bench.coordinator.record_begun(NEAR, (3, 6), 1000)
     bench.now += 100.0  # a slow near tier changes nothing
-    bench.coordinator.judged(StepVerdict(NEAR, (3, 6), complete=True))
+    bench.coordinator.on_verdict(StepVerdict(NEAR, (3, 6), complete=True))
     appointed = wire.json_body(bench.appoint(bench.tell(2.0)))
     assert not appointed["save"]
     (emergency,) = bench.events("emergency")
@@ -131,7 +133,7 @@ def test_frames_that_this_rank_has_yet_to_write_are_in_flight(
     bench: Bench, fraction: float, choice: str
 ) -> None:
     bench.keep(5)
-    bench.coordinator.began(FAR, (3, 7), 1000)
+    bench.coordinator.record_begun(FAR, (3, 7), 1000)
     bench.now += 0.1
     bench.fraction = fraction
     bench.appoint(bench.tell(3.0))
@@ -140,13 +142,13 @@ def test_frames_that_this_rank_has_yet_to_write_are_in_flight(
 
 def test_a_step_that_is_void_is_taken_later_and_a_rank_that_left_ends_it(bench: Bench) -> None:
     first = bench.appoint(bench.tell(60.0)).step
-    bench.coordinator.began(FAR, (3, first), 1000)
-    bench.coordinator.told(FAR, (3, first))
+    bench.coordinator.record_begun(FAR, (3, first), 1000)
+    bench.coordinator.on_vote(FAR, (3, first))
     busy = DeclineCause.BUSY.because("of the test").with_rank(1)
     void = StepVerdict(FAR, (3, first), complete=False, why=busy)
-    again = bench.frames(bench.coordinator.judged(void))
+    again = bench.frames(bench.coordinator.on_verdict(void))
     assert [frame.flags for frame in again] == [AnnouncementKind.PROPOSED.value]
-    (called_off,) = bench.frames(bench.coordinator.left(1, "is dead"))
+    (called_off,) = bench.frames(bench.coordinator.rank_left(1, "is dead"))
     assert called_off.flags == AnnouncementKind.CALLED_OFF.value
     (failed,) = bench.events("emergency_failed")
     assert failed["reason"] == "no checkpoint can be whole: rank 1 is dead"
@@ -175,7 +177,7 @@ def test_a_rank_that_does_not_answer_ends_it_by_name(bench: Bench) -> None:
 def test_a_senseless_frame_is_left_out_and_the_next_one_is_heard(
     bench: Bench, caplog: pytest.LogCaptureFixture, frame: Frame
 ) -> None:
-    assert bench.coordinator.hear(1, frame) == []
+    assert bench.coordinator.handle(1, frame) == []
     assert caplog.text.count("ignoring a message of rank 1 about a notice") == 1
     assert not bench.events("notice")
     assert wire.json_body(bench.appoint(bench.tell(60.0)))["save"]
@@ -284,17 +286,17 @@ class Rank:
         order = (1, self.step)
         for tier in (NEAR, FAR):
             if self.world.chance.random() < self.world.declines:
-                self.council.skipped(tier, order, DeclineCause.BUSY.because("of the test"))
+                self.council.vote_skipped(tier, order, DeclineCause.BUSY.because("of the test"))
                 continue
             if self.coordinator is not None:
-                self.coordinator.began(tier, order, 1000)
+                self.coordinator.record_begun(tier, order, 1000)
             self.unsealed.append((tier, order))
 
     def seal(self) -> None:
         if self.unsealed:
             tier, order = self.unsealed.pop(self.world.chance.randrange(len(self.unsealed)))
             self.sealed.add((tier, order))
-            self.council.sealed(tier, order, "layout")
+            self.council.vote_sealed(tier, order, "layout")
 
 
 class World:
@@ -332,7 +334,7 @@ class World:
 
     def council(self, rank: Rank) -> None:
         try:
-            rank.council._turn()
+            rank.council._poll()
         except PeerLost as error:  # as its own thread would
             rank.council._give_up(error)
 
@@ -348,7 +350,7 @@ class World:
         until, quiet_since = self.now + seconds_max, self.now
         coordinator = self.ranks[0].coordinator
         assert coordinator is not None
-        while self.now < until and (coordinator._emergency.open or self.now < quiet_since + 15.0):
+        while self.now < until and (coordinator._coordinator.open or self.now < quiet_since + 15.0):
             for rank in self.living:
                 for _ in range(10):
                     self.deliver(rank)
@@ -389,7 +391,7 @@ def play(seed: int, path: Path) -> World:
     told = world.chance.randint(1, 3)
     for _ in range(told):
         rank = world.chance.choice(world.ranks)
-        rank.council.notice(notice(1000.0))
+        rank.council.send_notice(notice(1000.0))
         for _ in range(world.chance.choice([0, 10, 300])):
             world.turn()
     world.settle()
@@ -424,7 +426,7 @@ def test_when_rank_0_dies_no_rank_waits_for_it(tmp_path: Path) -> None:
     waited = 0
     for seed in range(SCHEDULES // 4):
         world = World(seed, tmp_path / str(seed), ranks=3)
-        world.ranks[1].council.notice(notice(1000.0))
+        world.ranks[1].council.send_notice(notice(1000.0))
         for _ in range(world.chance.randrange(100)):
             world.turn()
         waited += any(rank.waits for rank in world.ranks[1:])
@@ -439,7 +441,7 @@ def test_when_rank_0_dies_no_rank_waits_for_it(tmp_path: Path) -> None:
 def test_when_another_rank_dies_the_others_hear_that_no_checkpoint_can_be_whole(tmp_path: Path) -> None:
     for seed in range(SCHEDULES // 4):
         world = World(seed, tmp_path / str(seed), ranks=3)
-        world.ranks[0].council.notice(notice(1000.0))
+        world.ranks[0].council.send_notice(notice(1000.0))
         for _ in range(world.chance.randrange(100)):
             world.turn()
         told = bool(world.events("notice"))
@@ -456,7 +458,7 @@ def test_a_rank_that_has_ended_is_no_part_of_a_checkpoint(tmp_path: Path) -> Non
     world = World(1, tmp_path / "events", ranks=2)
     world.ranks[1].council._send_root(wire.encode(Kind.BYE))
     world.settle(seconds_max=5.0)
-    world.ranks[0].council.notice(notice(100.0))
+    world.ranks[0].council.send_notice(notice(100.0))
     world.settle(seconds_max=5.0)
     (failed,) = world.events("emergency_failed")
     assert failed["reason"] == "no checkpoint can be whole: rank 1 has ended"
@@ -468,7 +470,7 @@ def test_a_step_that_makes_no_sense_is_left_out_and_nobody_waits_for_it(
 ) -> None:
     world = World(1, tmp_path / "events", ranks=2)
     rank = world.ranks[1]
-    rank.agreed_steps.heard(Announcement(AnnouncementKind.PROPOSED, 0, 1))
+    rank.agreed_steps.handle(Announcement(AnnouncementKind.PROPOSED, 0, 1))
     assert rank.waits
     for message in (
         wire.encode(Kind.SAVE_AT),
@@ -488,6 +490,6 @@ def test_when_the_council_has_given_up_a_notice_is_said_and_no_more(
     world = World(1, tmp_path / "events", ranks=2)
     world.lines.dead.add(0)
     world.settle(seconds_max=5.0)
-    world.ranks[1].council.notice(notice(100.0))
+    world.ranks[1].council.send_notice(notice(100.0))
     assert "the ranks no longer agree on anything, so no extra checkpoint is taken" in caplog.text
     assert not world.ranks[1].council._outbox

@@ -33,12 +33,12 @@ def kinds(messages: list[bytes]) -> list[Kind]:
 
 
 def test_a_step_is_complete_when_every_rank_has_sealed_it(votes: Rank0Votes) -> None:
-    assert votes.hear(0, sealed(7), 0.0) == []
-    assert verdicts(votes.hear(1, sealed(7), 1.0)) == [StepVerdict(3, (1, 7), complete=True)]
+    assert votes.handle(0, sealed(7), 0.0) == []
+    assert verdicts(votes.handle(1, sealed(7), 1.0)) == [StepVerdict(3, (1, 7), complete=True)]
 
 
 def test_the_deadline_counts_from_the_first_seal(votes: Rank0Votes) -> None:
-    votes.hear(0, sealed(7), 5.0)
+    votes.handle(0, sealed(7), 5.0)
     assert votes.tick(25.0) == []
     (verdict,) = verdicts(votes.tick(25.1))
     assert (verdict.complete, verdict.why.text) == (False, "rank 1 has not sealed it within 20 s")
@@ -46,58 +46,58 @@ def test_the_deadline_counts_from_the_first_seal(votes: Rank0Votes) -> None:
 
 
 def test_all_ranks_hear_when_all_are_ready_or_who_is_not(votes: Rank0Votes) -> None:
-    assert votes.hear(1, Frame(Kind.READY, body=b"{}"), 0.0) == []
-    assert kinds(votes.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)) == [Kind.GO]
-    votes.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
+    assert votes.handle(1, Frame(Kind.READY, body=b"{}"), 0.0) == []
+    assert kinds(votes.handle(0, Frame(Kind.READY, body=b"{}"), 0.0)) == [Kind.GO]
+    votes.handle(0, Frame(Kind.READY, body=b"{}"), 0.0)
     refusal = Frame(Kind.READY, body=b'{"code": "config", "message": "too small"}')
-    (refused,) = map(decode, votes.hear(1, refusal, 0.0))
+    (refused,) = map(decode, votes.handle(1, refusal, 0.0))
     assert wire.json_body(refused) == {"code": "config", "message": "rank 1: too small"}
 
 
 def test_a_rank_that_is_dead_ends_every_open_question(votes: Rank0Votes) -> None:
-    votes.hear(0, sealed(7), 0.0)
-    votes.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
-    votes.hear(0, decode(Proposal("digest", [], 100, {}).to_frame(0)), 0.0)
-    messages = votes.died(1)
+    votes.handle(0, sealed(7), 0.0)
+    votes.handle(0, Frame(Kind.READY, body=b"{}"), 0.0)
+    votes.handle(0, decode(Proposal("digest", [], 100, {}).to_frame(0)), 0.0)
+    messages = votes.rank_died(1)
     assert kinds(messages) == [Kind.VOID, Kind.REFUSED, Kind.REFUSED]
     assert not votes.all_left
-    votes.hear(0, Frame(Kind.BYE), 0.0)
+    votes.handle(0, Frame(Kind.BYE), 0.0)
     assert votes.all_left
 
 
 def test_a_rank_that_ended_without_a_save_ends_the_open_round(votes: Rank0Votes) -> None:
-    votes.hear(1, Frame(Kind.BYE), 0.0)
+    votes.handle(1, Frame(Kind.BYE), 0.0)
     proposal = decode(Proposal("digest", [], 100, {}).to_frame(0))
-    (refused,) = map(decode, votes.hear(0, proposal, 1.0))
+    (refused,) = map(decode, votes.handle(0, proposal, 1.0))
     assert refused.kind is Kind.REFUSED
     assert "rank 1 has ended. Every rank must call step() or save()" in wire.json_body(refused)["message"]
 
 
 def test_ranks_waited_for_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     patient = Rank0Votes(RANKS, VoteLimits(agree_seconds_max=300.0, seal_seconds_max=20.0))
-    patient.hear(0, decode(Proposal("digest", [], 100, {}).to_frame(0)), 0.0)
+    patient.handle(0, decode(Proposal("digest", [], 100, {}).to_frame(0)), 0.0)
     assert patient.tick(11.0) == []
     assert "rank 0 has waited 10 s for the layout of rank 1, and gives up after 300 s" in caplog.text
 
 
 def test_only_rank_0_gives_its_pickle_more_room(votes: Rank0Votes) -> None:
-    (room,) = map(decode, votes.hear(0, Frame(Kind.ROOM, arg=65536), 0.0))
+    (room,) = map(decode, votes.handle(0, Frame(Kind.ROOM, arg=65536), 0.0))
     assert (room.kind, room.arg) == (Kind.ROOM, 65536)
     with pytest.raises(ProtocolError, match="rank 1 sent ROOM to rank 0"):
-        votes.hear(1, Frame(Kind.ROOM, arg=65536), 0.0)
+        votes.handle(1, Frame(Kind.ROOM, arg=65536), 0.0)
 
 
 def test_every_message_of_rank_0_is_one_that_a_member_takes(votes: Rank0Votes) -> None:
     heard: list[StepVerdict] = []
     member = Voter(1, heard.append, None, silence_seconds_max=50.0)
-    member.sealed(3, (1, 7), 0.0)
-    question = member.asks()
-    messages = votes.hear(0, sealed(7), 0.0) + votes.hear(1, sealed(7), 0.0)
-    messages += votes.hear(0, Frame(Kind.ROOM, arg=65536), 0.0)
-    votes.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
+    member.expect_verdict(3, (1, 7), 0.0)
+    question = member.start_question()
+    messages = votes.handle(0, sealed(7), 0.0) + votes.handle(1, sealed(7), 0.0)
+    messages += votes.handle(0, Frame(Kind.ROOM, arg=65536), 0.0)
+    votes.handle(0, Frame(Kind.READY, body=b"{}"), 0.0)
     messages += votes.tick(10.1)
     for message in messages:
-        assert member.hear(decode(message)) is None
+        assert member.handle(decode(message)) is None
     assert heard == [StepVerdict(3, (1, 7), complete=True)]
     assert (member.undecided, member.new_pickle_reserve_bytes) == (0, 65536)
     assert question.done()

@@ -34,7 +34,7 @@ def watch(tmp_path: Path, *, refuses: bool) -> ReplicaComparison:
 
 
 def hear(found: ReplicaComparison, step: int, *crcs: int) -> str:
-    whys = [found.hear(rank, said(step, crc)) for rank, crc in enumerate(crcs)]
+    whys = [found.handle(rank, said(step, crc)) for rank, crc in enumerate(crcs)]
     assert not any(whys[:-1]), "decided before all have said theirs"
     return str(whys[-1] or "")
 
@@ -64,37 +64,37 @@ def test_steps_that_a_rank_does_not_take_are_forgotten(tmp_path: Path) -> None:
     found = watch(tmp_path, refuses=True)
     for step in range(1000):
         for rank in (0, 1):
-            assert not found.hear(rank, said(step, rank))
-    assert len(found._said) <= 16
+            assert not found.handle(rank, said(step, rank))
+    assert len(found._fingerprints) <= 16
     assert hear(found, 1000, 5, 5, 6)
-    assert not found._said, "no rank comes back to an older step"
+    assert not found._fingerprints, "no rank comes back to an older step"
 
 
 def test_ranks_of_several_layouts_are_the_business_of_the_vote_count(tmp_path: Path) -> None:
     found = watch(tmp_path, refuses=True)
     for rank, digest in enumerate([LAYOUT.digest, LAYOUT.digest, "another"]):
-        assert not found.hear(rank, said(1, rank, digest))
+        assert not found.handle(rank, said(1, rank, digest))
 
 
 def test_malformed_fingerprints_are_named(tmp_path: Path) -> None:
     found = watch(tmp_path, refuses=True)
     with pytest.raises(ProtocolError):
-        found.hear(0, Frame(Kind.DONE, attempt=1, step=1, body=b"{}"))
-    found.hear(0, said(1, 5))
-    found.hear(1, said(1, 5))
+        found.handle(0, Frame(Kind.DONE, attempt=1, step=1, body=b"{}"))
+    found.handle(0, said(1, 5))
+    found.handle(1, said(1, 5))
     with pytest.raises(ProtocolError, match="replicas of"):
-        found.hear(2, decode(fingerprints_frame((1, 1), LAYOUT.digest, "short")))
+        found.handle(2, decode(fingerprints_frame((1, 1), LAYOUT.digest, "short")))
 
 
 def test_all_ranks_hear_of_a_refused_step_by_its_cause_in_every_tier(tmp_path: Path) -> None:
     limits = VoteLimits(agree_seconds_max=10.0, seal_seconds_max=20.0)
     rank0 = Rank0Votes(RANKS, limits, watch=watch(tmp_path, refuses=True))
-    assert not rank0.hear(0, said(7, 5), 0.0)
-    assert not rank0.hear(0, Frame(Kind.SEALED, attempt=1, step=7, arg=0, body=b"a"), 0.0)
-    assert not rank0.hear(1, said(7, 6), 0.0)
-    messages = rank0.hear(2, said(7, 5), 0.0)
+    assert not rank0.handle(0, said(7, 5), 0.0)
+    assert not rank0.handle(0, Frame(Kind.SEALED, attempt=1, step=7, arg=0, body=b"a"), 0.0)
+    assert not rank0.handle(1, said(7, 6), 0.0)
+    messages = rank0.handle(2, said(7, 5), 0.0)
     for tier, rank in ((0, 1), (0, 2), (1, 0), (1, 1), (1, 2)):
-        messages += rank0.hear(rank, Frame(Kind.SEALED, attempt=1, step=7, arg=tier, body=b"a"), 0.0)
+        messages += rank0.handle(rank, Frame(Kind.SEALED, attempt=1, step=7, arg=tier, body=b"a"), 0.0)
     verdicts = [StepVerdict.from_frame(decode(message)) for message in messages]
     assert [(verdict.tier, verdict.complete) for verdict in verdicts] == 3 * [(0, False)] + 3 * [(1, False)]
     assert {verdict.why.cause for verdict in verdicts} == {STATES_DIFFER}
@@ -103,4 +103,4 @@ def test_all_ranks_hear_of_a_refused_step_by_its_cause_in_every_tier(tmp_path: P
 def test_fingerprints_are_refused_where_none_are_compared() -> None:
     limits = VoteLimits(agree_seconds_max=10.0, seal_seconds_max=20.0)
     with pytest.raises(ProtocolError, match="rank 1 sent DONE"):
-        Rank0Votes(RANKS, limits).hear(1, said(7, 5), 0.0)
+        Rank0Votes(RANKS, limits).handle(1, said(7, 5), 0.0)

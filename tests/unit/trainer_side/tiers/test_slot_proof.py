@@ -41,7 +41,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 def kept(tier: SlotTier, attempt: int, step: int) -> SealedSlice:
-    (one,) = [one for one in tier.kept() if one.seal.order == (attempt, step)]
+    (one,) = [one for one in tier.kept_slices() if one.seal.order == (attempt, step)]
     return one
 
 
@@ -54,7 +54,7 @@ def test_a_proof_is_found_by_another_process_beside_its_slice(opened: Open) -> N
     tier.prepare(MADE.layout, 0)
     save(tier, MADE, 0, 1, 3)
     assert tier.proof(kept(tier, 1, 3)) is None
-    tier.prove(1, 3, DIGEST)
+    tier.keep_proof(1, 3, DIGEST)
     tier.close()
     other = opened()
     assert other.proof(kept(other, 1, 3)) == DIGEST
@@ -62,12 +62,12 @@ def test_a_proof_is_found_by_another_process_beside_its_slice(opened: Open) -> N
 
 def test_only_a_sealed_slice_of_this_process_gets_a_proof(opened: Open) -> None:
     tier = opened()
-    tier.prove(1, 3, DIGEST)
+    tier.keep_proof(1, 3, DIGEST)
     tier.prepare(MADE.layout, 0)
     writer = tier.begin(1, 3)
     assert writer is not None
     for attempt, step in ((1, 3), (1, 4), (2, 3)):
-        tier.prove(attempt, step, DIGEST)
+        tier.keep_proof(attempt, step, DIGEST)
     assert not files(tier)
     writer.abandon()
     tier.close()
@@ -78,8 +78,8 @@ def test_a_proof_goes_with_its_slice(opened: Open) -> None:
     tier.prepare(MADE.layout, 0)
     for step in (3, 7):
         save(tier, MADE, 0, 1, step)
-        tier.prove(1, step, {**DIGEST, "step": step + 1})
-    first, second = (proof_path(Path(one.place), one.slot) for one in reversed(tier.kept()))
+        tier.keep_proof(1, step, {**DIGEST, "step": step + 1})
+    first, second = (proof_path(Path(one.place), one.slot) for one in reversed(tier.kept_slices()))
     assert files(tier) == sorted([first, second])
     save(tier, MADE, 0, 1, 11)
     assert files(tier) == [second], "the slot of step 3 has step 11, which is not proven yet"
@@ -93,15 +93,15 @@ def test_a_process_that_is_killed_between_slice_and_proof_leaves_none(opened: Op
     tier = opened()
     tier.prepare(MADE.layout, 0)
     save(tier, MADE, 0, 1, 3)
-    tier.prove(1, 3, DIGEST)
+    tier.keep_proof(1, 3, DIGEST)
     (path,) = files(tier)
     before = path.read_bytes()
     for step in (7, 11):
         save(tier, MADE, 0, 1, step)
     path.write_bytes(before)  # killed before the removal, too
     other = opened()
-    assert [other.proof(one) for one in other.kept()] == [None, None]
-    tier.prove(1, 11, DIGEST)
+    assert [other.proof(one) for one in other.kept_slices()] == [None, None]
+    tier.keep_proof(1, 11, DIGEST)
     assert other.proof(kept(other, 1, 11)) == DIGEST
     tier.close()
 
@@ -110,12 +110,12 @@ def test_files_of_an_earlier_layout_go_with_their_proofs(opened: Open) -> None:
     tier = opened()
     tier.prepare(MADE.layout, 0)
     save(tier, MADE, 0, 1, 3)
-    tier.prove(1, 3, DIGEST)
+    tier.keep_proof(1, 3, DIGEST)
     (path,) = files(tier)
     path.with_name(f"{path.name}.new").write_bytes(b"unfinished")
     other = image(8)
     tier.prepare(other.layout, 0)
-    tier.prove(1, 3, DIGEST)
+    tier.keep_proof(1, 3, DIGEST)
     assert path.exists(), "as long as its slice"
     save(tier, other, 0, 1, 7)
     assert not [one for one in path.parent.iterdir() if "proof" in one.name]
@@ -134,8 +134,8 @@ def test_a_rank_that_wakes_up_after_another_attempt_has_its_slots_writes_nothing
     frozen.close()
     later.prepare(MADE.layout, 0)
     save(later, MADE, 0, 2, 3)
-    later.prove(2, 3, {**DIGEST, "batch": 18})
-    frozen.prove(1, 3, DIGEST)
+    later.keep_proof(2, 3, {**DIGEST, "batch": 18})
+    frozen.keep_proof(1, 3, DIGEST)
     assert later.proof(kept(later, 2, 3)) == {**DIGEST, "batch": 18}
     assert later.proof(kept(later, 1, 3)) is None
     later.close()
@@ -145,7 +145,7 @@ def test_a_torn_or_altered_proof_is_damage(opened: Open) -> None:
     tier = opened()
     tier.prepare(MADE.layout, 0)
     save(tier, MADE, 0, 1, 3)
-    tier.prove(1, 3, DIGEST)
+    tier.keep_proof(1, 3, DIGEST)
     (path,) = files(tier)
     whole, one = path.read_bytes(), kept(tier, 1, 3)
     for at in range(0, len(whole), 7):
@@ -178,7 +178,7 @@ def test_a_device_that_refuses_leaves_the_proof_before(opened: Open, monkeypatch
     tier = opened()
     tier.prepare(MADE.layout, 0)
     save(tier, MADE, 0, 1, 3)
-    tier.prove(1, 3, DIGEST)
+    tier.keep_proof(1, 3, DIGEST)
 
     def refuse(_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -186,6 +186,6 @@ def test_a_device_that_refuses_leaves_the_proof_before(opened: Open, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refuse)
         with pytest.raises(StoreError, match="No space left"):
-            tier.prove(1, 3, {})
+            tier.keep_proof(1, 3, {})
     assert tier.proof(kept(tier, 1, 3)) == DIGEST
     tier.close()

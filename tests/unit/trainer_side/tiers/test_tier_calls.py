@@ -9,20 +9,20 @@ from trainer_side.tiers.tier_writer_threads import TierCalls
 
 
 def _state(calls: TierCalls) -> Reason | None:
-    return calls.hangs
+    return calls.hang_reason
 
 
 def test_a_late_call_is_news_once_and_its_return_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     calls = TierCalls("nvme:/x", 3, seconds_max=60.0)
-    with calls.noted("the seal of step 7"):
-        assert calls.look() is None
-    with calls.noted("the seal of step 7", seconds_max=-1.0):
-        hangs = calls.look()
+    with calls.track("the seal of step 7"):
+        assert calls.check_overdue() is None
+    with calls.track("the seal of step 7", seconds_max=-1.0):
+        hangs = calls.check_overdue()
         assert hangs is not None
         assert hangs.cause == "hangs"
-        assert calls.look() is None, "it is no news any more"
+        assert calls.check_overdue() is None, "it is no news any more"
         assert _state(calls) is hangs
-    assert calls.look() is None
+    assert calls.check_overdue() is None
     assert _state(calls) is None
     assert (
         caplog.text.count(

@@ -122,5 +122,5 @@ def test_a_real_device_is_measured(kind: str, tmp_path: Path) -> None:
     tier = open_tier(f"{kind}:{tmp_path}", RUN)
     tier.prepare(laid_out([SCRATCH_BYTES]), 0)
     assert tier.writers in (1, 2, 4)
-    assert f"{tier.writers} writer" in tier.how
+    assert f"{tier.writers} writer" in tier.write_mode
     tier.close()

@@ -30,5 +30,5 @@ def test_a_void_step_is_logged_with_its_cause(why: Reason, told: list[str], tmp_
     path = tmp_path / "events"
     report = TierReport(0, Ledger(), EventLog(path, role="trainer", rank=0))
     frame = StepVerdict(0, (1, 7), complete=False, why=why.with_rank(2)).to_frame()
-    report.judged(TIER, StepVerdict.from_frame(decode(frame)))
+    report.report_verdict(TIER, StepVerdict.from_frame(decode(frame)))
     assert [line["cause"] for line in read_events(path) if line["event"] == "void"] == told

@@ -55,9 +55,9 @@ class _Rank:
             self.slots.release(slot)
             self.say(Kind.SKIPPED, order, reason_body(TORN))
             return
-        self.slots.sealed(slot)
+        self.slots.mark_sealed(slot)
         self.sealed.add(order[1])
-        self.member.sealed(0, order, NOW)
+        self.member.expect_verdict(0, order, NOW)
         self.say(Kind.SEALED, order, b"layout")
 
     def judge(self, verdict: StepVerdict) -> None:
@@ -115,11 +115,11 @@ class _World:
         if what == "end":
             rank.end(self.chance.choice(sorted(rank.writing)), torn=self.chance.random() < self.torn_share)
         elif what == "decide":
-            for message in self.rank0.hear(number, decode(rank.to_root.popleft()), NOW):
+            for message in self.rank0.handle(number, decode(rank.to_root.popleft()), NOW):
                 for other in self.ranks:
                     other.from_root.append(message)
         else:
-            rank.member.hear(decode(rank.from_root.popleft()))
+            rank.member.handle(decode(rank.from_root.popleft()))
 
 
 def test_every_slot_is_free_again_whatever_the_order() -> None:
@@ -150,9 +150,9 @@ def test_a_rank_that_seals_a_void_step_hears_so_in_every_order_of_three_ranks() 
         for rank, word in words:
             if word == "sealed":
                 waits.add(rank)
-                verdicts = votes.sealed(rank, 0, (1, 7), "a", NOW)
+                verdicts = votes.count_sealed(rank, 0, (1, 7), "a", NOW)
             else:
-                verdicts = votes.skipped(rank, 0, (1, 7), TORN)
+                verdicts = votes.count_skipped(rank, 0, (1, 7), TORN)
             assert not any(verdict.complete for verdict in verdicts)
             if verdicts:
                 waits.clear()
@@ -162,28 +162,32 @@ def test_a_rank_that_seals_a_void_step_hears_so_in_every_order_of_three_ranks() 
 
 def test_a_seal_that_is_late_or_of_another_layout_leaves_the_step_void() -> None:
     votes = VoteCount(2, seconds_max=1.0)
-    votes.sealed(0, 0, (1, 7), "a", NOW)
+    votes.count_sealed(0, 0, (1, 7), "a", NOW)
     assert votes.overdue(NOW + 2.0)
-    (verdict,) = votes.sealed(1, 0, (1, 7), "a", NOW + 2.0)
+    (verdict,) = votes.count_sealed(1, 0, (1, 7), "a", NOW + 2.0)
     assert (verdict.complete, verdict.why.text) == (False, "rank 1 has not sealed it within 1 s")
-    votes.sealed(0, 0, (1, 8), "a", NOW)
-    assert votes.sealed(1, 0, (1, 8), "b", NOW)
+    votes.count_sealed(0, 0, (1, 8), "a", NOW)
+    assert votes.count_sealed(1, 0, (1, 8), "b", NOW)
     assert not votes.remembered
 
 
 def test_a_lost_rank_is_not_waited_for() -> None:
     votes = VoteCount(2, seconds_max=1.0)
-    votes.skipped(0, 0, (1, 7), TORN)
+    votes.count_skipped(0, 0, (1, 7), TORN)
     assert votes.remembered == 1
     assert not votes.lost(1, "is dead"), "all know that it is void"
     assert not votes.remembered
-    assert votes.sealed(0, 0, (1, 8), "a", NOW)
+    assert votes.count_sealed(0, 0, (1, 8), "a", NOW)
     assert not votes.remembered
 
 
 def test_only_so_many_void_steps_are_remembered() -> None:
     votes = VoteCount(2, seconds_max=1.0, open_max=8)
     for step in range(100):
-        votes.skipped(0, 0, (1, step), BUSY)
+        votes.count_skipped(0, 0, (1, step), BUSY)
     assert votes.remembered == 8
-    assert [bool(votes.sealed(1, 0, (1, step), "a", NOW)) for step in (91, 92, 99)] == [False, True, True]
+    assert [bool(votes.count_sealed(1, 0, (1, step), "a", NOW)) for step in (91, 92, 99)] == [
+        False,
+        True,
+        True,
+    ]

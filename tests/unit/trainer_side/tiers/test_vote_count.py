@@ -21,35 +21,35 @@ def _of(verdicts: list[StepVerdict]) -> list[tuple[int, bool]]:
 
 def test_a_step_is_complete_when_the_last_rank_has_sealed_it() -> None:
     votes = VoteCount(RANKS, seconds_max=10.0)
-    assert not votes.sealed(1, 0, (1, 7), "a", 0.0)
-    assert not votes.sealed(1, 0, (1, 7), "a", 0.0), "said twice is no second rank"
-    assert not votes.sealed(0, 0, (1, 7), "a", 1.0)
-    assert _of(votes.sealed(2, 0, (1, 7), "a", 2.0)) == [(7, True)]
+    assert not votes.count_sealed(1, 0, (1, 7), "a", 0.0)
+    assert not votes.count_sealed(1, 0, (1, 7), "a", 0.0), "said twice is no second rank"
+    assert not votes.count_sealed(0, 0, (1, 7), "a", 1.0)
+    assert _of(votes.count_sealed(2, 0, (1, 7), "a", 2.0)) == [(7, True)]
     assert not votes.undecided
 
 
 def test_each_tier_is_decided_by_itself() -> None:
     votes = VoteCount(2, seconds_max=10.0)
-    assert not votes.sealed(0, 0, (1, 7), "a", 0.0)
-    assert not votes.sealed(1, 1, (1, 7), "a", 0.0)
-    (verdict,) = votes.sealed(1, 0, (1, 7), "a", 0.0)
+    assert not votes.count_sealed(0, 0, (1, 7), "a", 0.0)
+    assert not votes.count_sealed(1, 1, (1, 7), "a", 0.0)
+    (verdict,) = votes.count_sealed(1, 0, (1, 7), "a", 0.0)
     assert verdict == StepVerdict(0, (1, 7), complete=True)
 
 
 def test_void_if_a_rank_skips_it_or_is_late_or_has_another_layout() -> None:
     votes = VoteCount(RANKS, seconds_max=10.0)
-    votes.sealed(0, 0, (1, 7), "a", 0.0)
-    (verdict,) = votes.skipped(2, 0, (1, 7), DeclineCause.BUSY.because("no slot"))
+    votes.count_sealed(0, 0, (1, 7), "a", 0.0)
+    (verdict,) = votes.count_skipped(2, 0, (1, 7), DeclineCause.BUSY.because("no slot"))
     assert verdict == StepVerdict(0, (1, 7), complete=False, why=Reason("busy", "rank 2: busy: no slot"))
-    votes.sealed(0, 0, (1, 8), "a", 0.0)
-    votes.sealed(2, 0, (1, 8), "a", 9.0)
+    votes.count_sealed(0, 0, (1, 8), "a", 0.0)
+    votes.count_sealed(2, 0, (1, 8), "a", 9.0)
     assert not votes.overdue(10.0)
     (verdict,) = votes.overdue(10.1)
     assert (verdict.order, verdict.complete) == ((1, 8), False)
     assert "rank 1 has not sealed it within 10 s" in verdict.why.text
     assert verdict.why.cause == DeclineCause.LATE
-    votes.sealed(0, 0, (1, 9), "a", 0.0)
-    (verdict,) = votes.sealed(1, 0, (1, 9), "b", 0.0)
+    votes.count_sealed(0, 0, (1, 9), "a", 0.0)
+    (verdict,) = votes.count_sealed(1, 0, (1, 9), "b", 0.0)
     assert (verdict.order, verdict.complete) == ((1, 9), False)
     assert "rank 1 has another layout" in verdict.why.text
     assert verdict.why.cause == "the ranks' states differ"
@@ -58,41 +58,45 @@ def test_void_if_a_rank_skips_it_or_is_late_or_has_another_layout() -> None:
 
 def test_a_complete_step_ends_what_is_older_and_undecided() -> None:
     votes = VoteCount(2, seconds_max=10.0)
-    votes.sealed(0, 0, (1, 5), "a", 0.0)
-    votes.sealed(0, 0, (1, 7), "a", 0.0)
-    assert _of(votes.sealed(1, 0, (1, 7), "a", 0.0)) == [(7, True), (5, False)]
-    assert _of(votes.sealed(1, 0, (1, 5), "a", 0.0)) == [(5, False)], "who is late hears of it, too"
+    votes.count_sealed(0, 0, (1, 5), "a", 0.0)
+    votes.count_sealed(0, 0, (1, 7), "a", 0.0)
+    assert _of(votes.count_sealed(1, 0, (1, 7), "a", 0.0)) == [(7, True), (5, False)]
+    assert _of(votes.count_sealed(1, 0, (1, 5), "a", 0.0)) == [(5, False)], "who is late hears of it, too"
     assert not votes.undecided
 
 
 def test_a_dead_rank_makes_void_what_it_has_not_sealed() -> None:
     votes = VoteCount(2, seconds_max=10.0)
-    votes.sealed(0, 0, (1, 5), "a", 0.0)
-    votes.sealed(1, 0, (1, 4), "a", 0.0)
+    votes.count_sealed(0, 0, (1, 5), "a", 0.0)
+    votes.count_sealed(1, 0, (1, 4), "a", 0.0)
     assert _of(votes.lost(1, "is dead")) == [(5, False)]
-    (verdict,) = votes.sealed(0, 0, (1, 6), "a", 0.0)
+    (verdict,) = votes.count_sealed(0, 0, (1, 6), "a", 0.0)
     assert (verdict.complete, verdict.why) == (False, Reason("lost", "rank 1 is dead"))
-    assert _of(votes.sealed(0, 0, (1, 4), "a", 0.0)) == [(4, True)], "what it had sealed before is there"
+    assert _of(votes.count_sealed(0, 0, (1, 4), "a", 0.0)) == [(4, True)], (
+        "what it had sealed before is there"
+    )
 
 
 def test_a_step_that_is_refused_is_void_in_every_tier_though_all_seal_it() -> None:
     votes = VoteCount(2, seconds_max=10.0)
-    votes.sealed(0, 0, (1, 7), "a", 0.0)
+    votes.count_sealed(0, 0, (1, 7), "a", 0.0)
     differ = Reason.from_error(StateError("replicas differ"))
     assert votes.refuse((1, 7), differ) == [StepVerdict(0, (1, 7), complete=False, why=differ)]
-    assert _of(votes.sealed(1, 0, (1, 7), "a", 0.0)) == [(7, False)]
+    assert _of(votes.count_sealed(1, 0, (1, 7), "a", 0.0)) == [(7, False)]
     assert not votes.remembered
     for rank in range(2):
-        assert _of(votes.sealed(rank, 1, (1, 7), "a", 0.0)) == [(7, False)], (
+        assert _of(votes.count_sealed(rank, 1, (1, 7), "a", 0.0)) == [(7, False)], (
             "a tier that had heard nothing of it"
         )
-    votes.sealed(0, 0, (1, 8), "a", 0.0)
-    assert _of(votes.sealed(1, 0, (1, 8), "a", 0.0)) == [(8, True)]
+    votes.count_sealed(0, 0, (1, 8), "a", 0.0)
+    assert _of(votes.count_sealed(1, 0, (1, 8), "a", 0.0)) == [(8, True)]
 
 
 def test_the_vote_counts_memory_is_bounded() -> None:
     votes = VoteCount(2, seconds_max=1e9, open_max=8)
-    voided = [v.order[1] for step in range(1000) for v in votes.sealed(0, step % 2, (1, step), "a", 0.0)]
+    voided = [
+        v.order[1] for step in range(1000) for v in votes.count_sealed(0, step % 2, (1, step), "a", 0.0)
+    ]
     assert votes.undecided == 16
     assert voided == list(range(984))
 
@@ -143,7 +147,7 @@ class _World:
             self.slots[rank].release(slot)
             self.to_root.append((rank, order, False))
             return
-        self.slots[rank].sealed(slot)
+        self.slots[rank].mark_sealed(slot)
         self.holds[rank][slot] = order
         self.to_root.append((rank, order, True))
 
@@ -152,9 +156,9 @@ class _World:
         if self.to_root:
             rank, order, sealed = self.to_root.pop(self.chance.randrange(len(self.to_root)))
             if sealed:
-                verdicts += self.votes.sealed(rank, 0, order, "a", self.now)
+                verdicts += self.votes.count_sealed(rank, 0, order, "a", self.now)
             else:
-                verdicts += self.votes.skipped(rank, 0, order, DeclineCause.BUSY.because("of the test"))
+                verdicts += self.votes.count_skipped(rank, 0, order, DeclineCause.BUSY.because("of the test"))
         for verdict in verdicts:
             self.completed += verdict.complete
             for inbox in self.to_ranks:
