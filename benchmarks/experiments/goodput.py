@@ -25,7 +25,17 @@ from operator_side.simulate.study import goodput, lanes_of, total_times
 from operator_side.simulate.trace_windows import TraceWindows, cut, poisson
 from operator_side.simulate.traces import read_trace
 
-__all__ = ["EFFECTIVE", "PUBLISHED", "TENTH", "TRACE_VARIABLE", "best", "effective", "grids", "measure", "split_of"]
+__all__ = [
+    "EFFECTIVE",
+    "PUBLISHED",
+    "TENTH",
+    "TRACE_VARIABLE",
+    "best",
+    "effective",
+    "grids",
+    "measure",
+    "split_of",
+]
 
 TRACE_VARIABLE = "GOODPUT_TRACE"
 PUBLISHED = Path(__file__).parents[1] / "published" / "pccheck-vgg16.json"
