@@ -6,6 +6,7 @@ not staged yet; the ring holds those that are staged but not durable.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from benchmarks.experiments import Options, document
@@ -20,6 +21,7 @@ _ITERATION_SECONDS = 0.1
 _IN_FLIGHT = (1, 2, 3, 4)
 _SAVES = {2: 12, 4: 10, 10: 4}  # by interval; a ring of two images swallows the first ones
 _WRITE_SECONDS = 0.8
+_SECONDS = 540.0  # of all rounds; each N begins no round after its part
 _MODEL, _IMAGE_BYTES = "resnet152", 482_000_000
 _TOY_IMAGE_BYTES = 3 << 20
 
@@ -28,7 +30,9 @@ def measure(options: Options) -> dict[str, Any]:
     seconds = _ITERATION_SECONDS / options.count(1, 10)
     rate = options.count(_IMAGE_BYTES, _TOY_IMAGE_BYTES) / (_WRITE_SECONDS * seconds / _ITERATION_SECONDS)
     runs: list[dict[str, Any]] = []
-    for in_flight in _IN_FLIGHT[: options.count(len(_IN_FLIGHT), 2)]:
+    begun = time.monotonic()
+    counts = _IN_FLIGHT[: options.count(len(_IN_FLIGHT), 2)]
+    for number, in_flight in enumerate(counts, 1):
         with slow_store(options.folder, rate) as slow:
             shape = options.shape(_MODEL, **slow.shape(HOLDFAST_IN_FLIGHT_MAX=str(in_flight)))
             with options.running(shape) as cluster:
@@ -37,8 +41,8 @@ def measure(options: Options) -> dict[str, Any]:
                 # Warm up: a staging area is allocated and touched at its first use.
                 options.progress(f"N = {in_flight}: touching all areas")
                 cluster.train("holdfast", iterations=2 * in_flight + 2, every=1, compute_seconds=0.0)
-                series = Series(cluster, seconds, lambda: 0.0)
-                part = Part({"holdfast": _SAVES}, rounds_end=0.0, search_end=0.0)
+                series = Series(cluster, seconds, lambda: time.monotonic() - begun)
+                part = Part({"holdfast": _SAVES}, rounds_end=_SECONDS * number / len(counts), search_end=0.0)
                 series.take_rounds(part.saves, options.rounds_of(_ROUNDS), part)
                 runs += [{"in_flight": in_flight, **row} for row in series.runs]
                 options.clusters.close()  # before its store is removed
