@@ -183,9 +183,9 @@ class _GatheredSamples:
 class Fingerprints:
     """The fingerprints of one checkpoint. The training thread begins them, the copy thread finishes them.
 
-    `entries`: The watched ones (`holdfast.image.replicas.watched_entries`). `gated`: Per entry, whether it is copied behind
-    the gate. `step` selects the sampled rows. `shared`: Sharded entries of which several ranks hold the same region.
-    `samples`: By device; reused by all checkpoints of one plan.
+    `entries`: The watched ones (`holdfast.image.replicas.watched_entries`). `gated`: Per entry, whether it is copied
+    behind the gate. `step` selects the sampled rows. `shared`: Sharded entries of which several ranks hold the same
+    region. `samples`: By device; reused by all checkpoints of one plan.
     """
 
     def __init__(
