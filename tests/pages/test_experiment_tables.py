@@ -80,7 +80,7 @@ def _models(mlc_base: list[float]) -> dict[str, Any]:
                 "phases": {},
             }
             for number, theirs in enumerate(mlc_base)
-        }
+        },
     }
 
 
