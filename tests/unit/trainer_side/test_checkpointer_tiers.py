@@ -120,7 +120,7 @@ def test_a_step_that_the_stager_declines_goes_to_the_tiers(
 ) -> None:
     rank = Rank(monkeypatch, specs)
     monkeypatch.setattr(
-        rank.link, "answer", lambda step: Reason("busy", "rank 1: busy") if step == 3 else None
+        rank.link, "decline_reason", lambda step: Reason("busy", "rank 1: busy") if step == 3 else None
     )
     assert rank.save(3)
     until(lambda: rank.local.is_idle)

@@ -72,7 +72,7 @@ STARTED = (joined(5), said("restored", attempt=4))  # the attempt before has sav
         (1, (*STARTED, ended("torch.distributed.DistBackendError", NCCL)), {}, RETRY_EXIT_CODE),
         (1, (*STARTED, ended("RuntimeError", "shapes differ")), {}, 1),
         (1, (*STARTED, ended("ConnectionError", GLOO)), {}, 1),  # the script's own, to whomever
-        (-2, STARTED, {"told": frozenset({signal.SIGINT})}, 130),
+        (-2, STARTED, {"forwarded": frozenset({signal.SIGINT})}, 130),
         (RETRY_EXIT_CODE, (), {}, RETRY_EXIT_CODE),  # another wrapper below this one has judged
         (1, (), {"tail": "Traceback (most recent call last):\n  File x\nKeyError: 3\n"}, 1),
     ],

@@ -181,6 +181,6 @@ def test_no_python_runs_for_a_dtensor_beyond_its_container(mesh: DeviceMesh) -> 
                 assert known is not None
                 at = f"model/{path}" if path != "m" else f"optimizer/state/{number}/m"
                 spot[path]._spec = known._known[known.paths.index(at)][0]
-        calls.append(_calls(lambda shards=shards, later=later: shards.again(later)))  # type: ignore[misc]
+        calls.append(_calls(lambda shards=shards, later=later: shards.expand_again(later)))  # type: ignore[misc]
     more = (calls[1] - calls[0]) / 100
     assert more <= 3, f"per layer of two DTensors and a container: {more} calls of Python functions"
