@@ -49,11 +49,9 @@ class PreemptionCoordinator:
         rebalance_seconds: float = 1800.0,
         rebalance_factor: int = 4,
     ) -> None:
-        self._in_flight, self._answer_seconds_max, self._safe_state = (
-            in_flight,
-            answer_seconds_max,
-            safe_state,
-        )
+        self._in_flight = in_flight
+        self._answer_seconds_max = answer_seconds_max
+        self._safe_state = safe_state
         self._rebalance_seconds, self._rebalance_factor = rebalance_seconds, rebalance_factor
         self.staging_times = StagingTimes()
         self._agreement = StepAgreement(

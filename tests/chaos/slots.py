@@ -73,11 +73,9 @@ class Machine:
 
     def __init__(self, directory: Path, memory: Path) -> None:
         self.directory, self._jobs = directory, 0
-        self.markers, self.disk, self.events_path = (
-            directory / "markers",
-            directory / "disk",
-            directory / "events",
-        )
+        self.markers = directory / "markers"
+        self.disk = directory / "disk"
+        self.events_path = directory / "events"
         self.markers.mkdir()
         self.disk.mkdir()
         self._tiers = f"memory:{memory},file:{self.disk}"

@@ -50,12 +50,10 @@ class Pressed:
     ) -> None:
         self.out, self.store = directory / "out", f"throttled://{directory / 'store'}"
         self.events_file = directory / "events.jsonl"
-        self._scenario, self._steps, self._directory, self._ring_bytes = (
-            scenario,
-            steps,
-            directory,
-            ring_bytes,
-        )
+        self._scenario = scenario
+        self._steps = steps
+        self._directory = directory
+        self._ring_bytes = ring_bytes
         self._env = environment(
             directory / "runtime",
             THROTTLED_BYTES_PER_SECOND=str(rate),

@@ -73,11 +73,9 @@ class Rejoining:
         fallback_text: str,
     ) -> None:
         self._reconnect, self._job, self._rank = reconnect, job, job.rank
-        self._start_seconds_max, self._last_step, self._fallback_text = (
-            start_seconds_max,
-            last_step,
-            fallback_text,
-        )
+        self._start_seconds_max = start_seconds_max
+        self._last_step = last_step
+        self._fallback_text = fallback_text
         self._generation = 0
         self._found: queue.SimpleQueue[RejoinedStager | ThreadDied] = queue.SimpleQueue()
         self._ended = threading.Event()

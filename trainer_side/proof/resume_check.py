@@ -63,13 +63,11 @@ class ResumeCheck:
         stop_on_difference: bool,
     ) -> None:
         self._taker = DigestTaker(state)
-        self._link, self._tiers, self._peers, self._events, self._stop_on_difference = (
-            link,
-            tiers,
-            peers,
-            events,
-            stop_on_difference,
-        )
+        self._link = link
+        self._tiers = tiers
+        self._peers = peers
+        self._events = events
+        self._stop_on_difference = stop_on_difference
         self._is_recording = link.job.has_stager or tiers.keeps_proofs
         self._resumed: CheckpointId | None = None
         self._kept_proofs: Sequence[KeptProof] = ()

@@ -358,12 +358,10 @@ class CandidateListing:
         places: Sequence[RankPlace] = (),
     ) -> None:
         self._places = places
-        self._holders, self._store_listing, self._peers, self._set_aside = (
-            holders,
-            store_listing,
-            peers,
-            set_aside,
-        )
+        self._holders = holders
+        self._store_listing = store_listing
+        self._peers = peers
+        self._set_aside = set_aside
         self._older_branches: list[Candidate | SkippedCheckpoint] = []
         if store_listing.branches is not None:
             self._holders = [

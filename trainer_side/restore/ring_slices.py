@@ -134,12 +134,10 @@ class RingSlices(SliceKeeper):
         near_on_all_ranks: bool = False,
     ) -> None:
         # `near_on_all_ranks`: every rank reads the ring itself; the same on every rank.
-        self._fetch, self._checkpoints, self._near, self.near_on_all_ranks = (
-            fetch,
-            checkpoints,
-            near,
-            near_on_all_ranks,
-        )
+        self._fetch = fetch
+        self._checkpoints = checkpoints
+        self._near = near
+        self.near_on_all_ranks = near_on_all_ranks
         self._lock = threading.Lock()
         self._indexes: dict[str, LayoutIndex] = {}
         self._frames: dict[tuple[str, int], tuple[tuple[SliceFrame, ...], list[int]]] = {}
