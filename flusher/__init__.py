@@ -25,7 +25,7 @@ engine, flusher_context      joins pipeline, threads and ring; the objects that 
 job_runner, flush_events     runs jobs in threads, with retries; the event log's entries about checkpoints
 pipeline, steps, flight      the pure core; its events and actions; one checkpoint in flight
 jobs, workers                what each job does to bytes and store; the worker threads
-share_jobs, looks, orphaned_shares    several flushers of one image: records, polling, shares whose lead is gone
+share_jobs, share_polls, orphaned_shares  several flushers of one image: records, polling, shares whose lead is gone
 progress, recovery           the record of written parts; the takeover of a ring
 retry_queue, succession      retries while the store fails; when an older checkpoint makes room for the newest
 verify_and_prune, read_pace, retention    read-back and removal; the pace of reads beside writes; the retention rule

@@ -22,9 +22,9 @@ from flusher.flusher_context import FlusherContext
 from flusher.job_runner import JobRunner, Retry
 from flusher.jobs import Jobs
 from flusher.listener import DurableStep, EndedCheckpoints, FlushListener, LookedUp
-from flusher.looks import PollAgain
 from flusher.pipeline import Pipeline
 from flusher.ring_room import RingGrown
+from flusher.share_polls import PollAgain
 from flusher.steps import (
     Aborted,
     Action,

@@ -2,7 +2,7 @@
 
     submit ─► checkers │ writers │ lookers │ publishers ─► inbox: the answer, `JobFailed`, or
                                                            `Retry`      the store fails         ─► retry_queue
-                                                           `PollAgain`  another flusher is late ─► looks
+                                                           `PollAgain`  another flusher is late ─► share_polls
 
 All methods are for the loop's thread, unless a docstring says otherwise.
 """
@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from flusher.flusher_context import FlusherContext
 from flusher.jobs import Jobs
-from flusher.looks import PollAgain, ShareLooks
 from flusher.retry_queue import RetryCounts, RetryQueue
 from flusher.share_jobs import PeerNotReady
+from flusher.share_polls import PollAgain, SharePolls
 from flusher.steps import Job, JobFailed, ReadCrcs, ReadSeal, WritePart
 from flusher.workers import Workers
 from holdfast.errors import FencedError, HoldfastError, PeerLost, StoreError
@@ -66,7 +66,7 @@ class JobRunner:
         self.publishers = Workers("publisher", 1)
         self._retries = RetryQueue()
         self._retry_counts = RetryCounts(context.events)
-        self.polls = ShareLooks(context.share)
+        self.polls = SharePolls(context.share)
         self.running = 0
 
     def stop(self) -> None:

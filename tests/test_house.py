@@ -118,6 +118,12 @@ def lines_by_room() -> Counter[str]:
     return found
 
 
+def all_defined(tree: ast.Module) -> Iterator[str]:
+    """Names of all functions, methods and classes."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return (node.name for node in ast.walk(tree) if isinstance(node, kinds))
+
+
 def test_a_room_keeps_to_its_budget() -> None:
     found = lines_by_room()
     wrong = {
@@ -261,6 +267,26 @@ def test_a_file_is_named_after_something_that_it_defines() -> None:
         "rename the file or a class"
     )
     assert sorted(listed - wrong.keys()) == [], "these comply or are gone: take them off the list"
+
+
+# -- names of functions and classes --------------------------------------------------------------------------------
+
+# Words that do not say what happens, and the words for it: poll, check; handle; send, report, log; request; connect.
+VAGUE = re.compile(
+    r"(?:^|_)(?:look|looks|looked|hear|hears|heard|tell|tells|told|say|says|said|learn|obey|mend|mends|wish|wishes|meet|"
+    r"gone|stood|anew)(?:_|$)"
+)
+NOT_VAGUE = {"tell", "_look_up_in_store"}  # of a file object; an idiom
+
+
+def test_a_definition_has_a_plain_name() -> None:
+    vague = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources()
+        for name in all_defined(parsed(path))
+        if name not in NOT_VAGUE and VAGUE.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    }
+    assert vague == set()
 
 
 # -- transports ----------------------------------------------------------------------------------------------------

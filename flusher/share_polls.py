@@ -34,7 +34,7 @@ class PollAgain(NamedTuple):
     since: float
 
 
-class ShareLooks:
+class SharePolls:
     """Jobs that wait for other flushers. For the loop's thread. `share`: the one that this flusher writes."""
 
     def __init__(self, share: ShareNumber, clock: Callable[[], float] = time.monotonic) -> None:

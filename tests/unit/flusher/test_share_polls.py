@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flusher.looks import PollAgain, ShareLooks, pause_seconds
+from flusher.share_polls import PollAgain, SharePolls, pause_seconds
 from flusher.steps import AwaitPublished, Open
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
@@ -51,7 +51,7 @@ def test_a_look_before_the_own_share_is_there_does_not_make_the_next_one_late() 
 
 def test_a_share_that_is_all_there_is_looked_for_at_once() -> None:
     clock = Clock()
-    looks = ShareLooks(MEMBER, clock)
+    looks = SharePolls(MEMBER, clock)
     looked: list[float] = []
     looks.put(PollAgain(AwaitPublished(KEY), "", 70.0), lambda: looked.append(clock.now))
     looks.put(PollAgain(AwaitPublished(CheckpointId(2, 6)), "", 70.0), lambda: looked.append(-1.0))
@@ -69,7 +69,7 @@ def test_a_share_that_is_all_there_is_looked_for_at_once() -> None:
 @pytest.mark.parametrize(("share", "seconds"), [(LEAD, 600.0), (MEMBER, 900.0)])
 def test_the_lead_gives_up_before_those_that_wait_for_it(share: ShareNumber, seconds: float) -> None:
     clock = Clock()
-    looks, item = ShareLooks(share, clock), PollAgain(AwaitPublished(KEY), "the first stager", 100.0)
+    looks, item = SharePolls(share, clock), PollAgain(AwaitPublished(KEY), "the first stager", 100.0)
     clock.now = 99.0 + seconds
     assert looks.timeout_error(item, 2) is None
     clock.now += 1.0
@@ -79,7 +79,7 @@ def test_the_lead_gives_up_before_those_that_wait_for_it(share: ShareNumber, sec
 def test_an_upload_of_an_earlier_job_is_waited_for_from_the_next_job_on() -> None:
     clock = Clock()
     index = LayoutIndex(made_up(1, entries=2, chunk_bytes=4096, ranks=1, entry_bytes_max=9).layout)
-    looks, item = ShareLooks(MEMBER, clock), PollAgain(Open(KEY, index), "the first stager", 100.0)
+    looks, item = SharePolls(MEMBER, clock), PollAgain(Open(KEY, index), "the first stager", 100.0)
     clock.now = 200.0
     assert looks.timeout_error(item, 2) is None
     looks.begin_attempt()
