@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flusher import looks as looks_module
 from flusher import retry_queue
+from flusher import share_polls as looks_module
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep, FlushListener
