@@ -1,8 +1,11 @@
-"""A store that limits the bytes per second of all writers together; another job may take a part of them for a while.
+"""A directory to which flushers write at a limited rate; another job may take a part of it for a while.
 
     with slow_store(options.folder, rate) as slow:   options.shape(model, **slow.shape()) …  with slow.shared(1 / 3): …
 
-The files are on this machine (tests/support/throttled_site). The job must end before the store is removed.
+    slow.shape() ─► environment of the job ─► slow_site ─► limit() in each flusher
+
+The rate is that of the parts of checkpoints, over all threads of a flusher. Reading back and small files are as fast as
+the disk. The job must end before the store is removed.
 """
 
 from __future__ import annotations
@@ -10,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SlowStore", "slow_store"]
-
-_ROOT = Path(__file__).parents[1]
-_SITE = _ROOT / "tests" / "support" / "throttled_site"
+__all__ = ["SlowStore", "limit", "slow_store"]
 
 
 class SlowStore:
@@ -29,12 +31,14 @@ class SlowStore:
 
     def shape(self, **environment: str) -> dict[str, Any]:
         """Return the store and environment for a job's `Shape`."""
+        here = Path(__file__).resolve().parent
+        places = [str(here / "slow_site"), str(here.parent), os.environ.get("PYTHONPATH", "")]
         return {
-            "store": f"throttled://{self._folder}/run",
+            "store": str(self._folder / "run"),
             "environment": {
-                "THROTTLED_BYTES_PER_SECOND": str(round(self._rate)),
-                "THROTTLED_SHARE": str(self._share),
-                "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_SITE)]),
+                "BENCH_BYTES_PER_SECOND": str(self._rate),
+                "BENCH_SHARE": str(self._share),
+                "PYTHONPATH": os.pathsep.join(filter(None, places)),
                 **environment,
             },
         }
@@ -54,10 +58,23 @@ class SlowStore:
 @contextlib.contextmanager
 def slow_store(folder: Path | None, bytes_per_second: float) -> Iterator[SlowStore]:
     """Yield a store, and remove its files at the end."""
-    from tests.support.throttled_site import sitecustomize
-
-    assert sitecustomize.ThrottledFileSystem.protocol, (
-        "registered for this process, which reads the manifests"
-    )
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=folder) as kept:
         yield SlowStore(Path(kept), bytes_per_second)
+
+
+def limit(bytes_per_second: float, share: str) -> None:
+    """Write the parts of this process's files at this rate, or at the fraction of it that the file `share` states."""
+    from holdfast.store.posix_upload import PosixUpload
+
+    write_part, lock = PosixUpload.write_part, threading.Lock()
+
+    def slowed(self: PosixUpload, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
+        with lock:
+            try:
+                part = float(Path(share).read_text())
+            except FileNotFoundError:
+                part = 1.0
+            time.sleep(sum(buffer.nbytes for buffer in buffers) / bytes_per_second / part)
+        write_part(self, index, buffers, crc32)
+
+    PosixUpload.write_part = slowed  # type: ignore[method-assign]
