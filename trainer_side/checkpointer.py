@@ -134,7 +134,7 @@ class Checkpointer:
         self._skippable = Skippable(self._state)
         self.restored: Restored | None = None
         self._marking: Marking | None = None
-        self._closed = self._stepped = self._asked = self._progressed = False
+        self._closed = self._stepped = self._asked = self._progressed = self._chosen = False
         self._finished = (
             FinishedStep(self._state, lambda: self._copier.updates) if self._config.watch else None
         )
@@ -234,6 +234,7 @@ class Checkpointer:
         self._check_call("restore()")
         wanted = wanted_best(best, mode, step)
         step = None if step is None else step_number(step, "restore()")
+        self._chosen = wanted is not None or step is not None
         lacking = self._names_in_state(may_lack)
         self._parts.fresh_run.restored()
         agree(self._parts.peers, self._given.problem())
@@ -467,7 +468,8 @@ class Checkpointer:
             text += f", read from {', '.join(found.sources)}"
         if found.rewound is not None:
             text += f"; {found.rewound}"
-        return StartPoint(found.step + 1, attempt, found.trackers, text, branched=found.rewound is not None)
+        branched = self._chosen or found.rewound is not None
+        return StartPoint(found.step + 1, attempt, found.trackers, text, branched=branched)
 
     def close(self) -> None:
         """Wait until every step that was begun is durable (at most `close_seconds_max`), then leave the job.
