@@ -83,6 +83,8 @@ def _text(event: str, said: Mapping[str, Any]) -> str:
     if event == "stager_ended":
         lost = said.get("lost_ranks")
         return f"ranks {lost} were lost" if lost else "every rank has left the stager"
+    if event == "stager_ready":
+        return f"the ranks had lost the stager, and have returned to it as attempt {said.get('attempt')}"
     message = said.get("message") or said.get(_SENTENCES.get(event, ""))
     return message if isinstance(message, str) and message else event_text(said)
 
@@ -91,6 +93,8 @@ def _kind_alone(role: str, event: str, said: Mapping[str, Any]) -> tuple[str, st
     match role, event:
         case "stager", "resume_proof":
             return _kind("supervisor", event, said)
+        case "stager", "stager_ready" if said.get("returned"):
+            return "stager_back", "stager is back", Severity.INFO
         case "stager", "stager_ended":
             is_whole = not said.get("lost_ranks")
             return "job_ended", "job ended", Severity.INFO if is_whole else Severity.WARNING

@@ -83,6 +83,9 @@ def as_supervisor(said: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"rank {said.get('lost_rank')} is lost, and torchrun restarts the ranks: {said.get('reason')}"
             )
             return {"role": "supervisor", "event": "ended", "cause": "killed", "message": message}
+        case "stager", "stager_ready" if said.get("returned"):
+            message = f"the ranks have returned to the stager, as attempt {said.get('attempt')}"
+            return {"role": "trainer", "event": "stager_back", "message": message}
     return said
 
 
