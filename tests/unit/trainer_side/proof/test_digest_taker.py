@@ -96,7 +96,11 @@ def test_a_batch_may_be_a_dataclass_or_sparse() -> None:
     def crc(batch: Any) -> int | None:
         return taken(DigestTaker({}), StepInput(batch)).batch
 
-    batches = [Batch(torch.zeros(2)), Batch(torch.ones(2)), Batch(torch.zeros(2), [Batch(torch.ones(1))])]
+    batches: list[Any] = [
+        Batch(torch.zeros(2)),
+        Batch(torch.ones(2)),
+        Batch(torch.zeros(2), [Batch(torch.ones(1))]),
+    ]
     batches += [torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse(), torch.eye(2).flip(0).to_sparse()]
     found = [crc(batch) for batch in batches]
     assert None not in found
