@@ -1,12 +1,13 @@
 """Records what the ranks used in the first step after a checkpoint, once the digests of all ranks have arrived.
 
-The record is written beside the ring (holdfast/ring/proofs.py), then the flusher is told. Rank 0's report of how this
-job's resume went becomes an event.
+The record is written beside the ring (holdfast/ring/proofs.py), then the flusher is told. The loss becomes an event,
+and so does rank 0's report of how this job's resume went.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from holdfast.errors import ConfigError, ProtocolError, StoreError
 from holdfast.faultpoint import Point, reach
@@ -45,10 +46,18 @@ class ProofHandler:
             return
         self._pending.pop(key, None)
         self._known.append(ProofRecord(key, tuple(digests[one] for one in range(self._ranks))))
+        self._emit_loss(key, list(digests.values()))
         del self._known[:-PROOFS_MAX]
         self._write()
         reach(Point.PROOF_WRITTEN)
         self._line.send("proof")
+
+    def _emit_loss(self, key: CheckpointId, digests: Sequence[Digest]) -> None:
+        """Emit the mean loss of the ranks that gave one, for reports and live pages."""
+        losses = [one["loss"] for one in digests if isinstance(one.get("loss"), int | float)]
+        step = digests[0].get("step")
+        if losses and isinstance(step, int):
+            self._events.emit("loss", {"attempt": key.attempt, "loss": sum(losses) / len(losses)}, step=step)
 
     def resend(self) -> None:
         """Tell the next flusher all proofs of this job."""

@@ -325,6 +325,7 @@ def serve(
                         "ranks": port.ranks,
                         "flusher_pid": flusher.pid,
                         "transport": _transport(config),
+                        **({"returned": True} if getattr(port, "generation", 0) else {}),
                     },
                 )
                 # Not earlier: the ranks wait for the start-up, and busy ranks would slow it down.

@@ -84,7 +84,7 @@ BUDGETS = {
     "operator_side/report": 1350,
     "operator_side/simulate": 1750,
     "operator_side/status": 1100,
-    "operator_side/supervise": 3000,
+    "operator_side/supervise": 3050,
     "stager": 5050,
     "stager/session": 1450,
     "trainer_side": 2250,
@@ -98,11 +98,11 @@ BUDGETS = {
     "trainer_side/ranks": 3150,
     "trainer_side/restore": 6800,
     "trainer_side/save": 5900,
-    "trainer_side/state": 4700,
+    "trainer_side/state": 4750,
     "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 85_850
+PRODUCT_LINES_MAX = 85_900
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

@@ -134,7 +134,9 @@ class Checkpointer:
         self._skippable = Skippable(self._state)
         self.restored: Restored | None = None
         self._mark_sender: MarkSender | None = None
-        self._closed = self._step_called = self._save_called = self._progress_reported = False
+        self._closed = self._step_called = self._save_called = self._progress_reported = self._is_chosen = (
+            False
+        )
         self._finished_step = (
             FinishedStep(self._state, lambda: self._copier.updates) if self._config.watch else None
         )
@@ -234,6 +236,7 @@ class Checkpointer:
         self._check_call("restore()")
         wanted = parse_best(best, mode, step)
         step = None if step is None else step_number(step, "restore()")
+        self._is_chosen = wanted is not None or step is not None
         may_lack_names = self._names_in_state(may_lack)
         self._parts.fresh_run.mark_restored()
         agree(self._parts.peers, self._given.try_refresh())
@@ -471,7 +474,8 @@ class Checkpointer:
             text += f", read from {', '.join(found.sources)}"
         if found.rewound is not None:
             text += f"; {found.rewound}"
-        return StartPoint(found.step + 1, attempt, found.trackers, text, branched=found.rewound is not None)
+        branched = self._is_chosen or found.rewound is not None
+        return StartPoint(found.step + 1, attempt, found.trackers, text, branched=branched)
 
     def close(self) -> None:
         """Wait until every step that was begun is durable (at most `close_seconds_max`), then leave the job.

@@ -88,6 +88,8 @@ def _alert_text(event: str, fields: Mapping[str, Any]) -> str:
     if event == "stager_ended":
         lost = fields.get("lost_ranks")
         return f"ranks {lost} were lost" if lost else "every rank has left the stager"
+    if event == "stager_ready":
+        return f"the ranks had lost the stager, and have returned to it as attempt {fields.get('attempt')}"
     message = fields.get("message") or fields.get(_SENTENCES.get(event, ""))
     return message if isinstance(message, str) and message else event_text(fields)
 
@@ -98,6 +100,8 @@ def _classify_unsupervised(
     match role, event:
         case "stager", "resume_proof":
             return _classify("supervisor", event, fields)
+        case "stager", "stager_ready" if fields.get("returned"):
+            return "stager_back", "stager is back", Severity.INFO
         case "stager", "stager_ended":
             is_complete = not fields.get("lost_ranks")
             return "job_ended", "job ended", Severity.INFO if is_complete else Severity.WARNING

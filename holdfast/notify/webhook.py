@@ -1,7 +1,7 @@
 """Sends each message as a POST, in the format of the service behind the URL.
 
-    https://hooks.slack.com/…            {"text": …}
-    https://discord.com/api/webhooks/…   {"content": …}
+    https://hooks.slack.com/…            {"text": …}; also for Discord's URLs that end in /slack
+    https://discord.com/api/webhooks/…   {"content": …}; also of its test clients (ptb.discord.com), and /api/v10/
     https://ntfy.sh/TOPIC, ntfy://HOST/TOPIC, ntfy+http://HOST/TOPIC    the text, with a title and a priority
     any other http or https URL          {"event", "severity", "title", "text", "run", "host", "time"}
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ TIMEOUT_SECONDS = 10.0
 _PRIORITY = {Severity.INFO: ("default", "information_source"), Severity.WARNING: ("high", "warning")}
 _URGENT = ("urgent", "rotating_light")
 _TRANSIENT = {408, 425, 429}
+_SLACK = re.compile(r"hooks\.slack(-gov)?\.com/|[^/]+/api/(v\d+/)?webhooks/.+/slack/*$")
+_DISCORD = re.compile(r"((ptb|canary)\.)?discord(app)?\.com/api/(v\d+/)?webhooks/")
 
 
 class Undelivered(NamedTuple):
@@ -87,12 +90,11 @@ class Webhook:
 
     def _json_body(self, alert: Alert, context: Mapping[str, Any]) -> Mapping[str, Any]:
         title = f"holdfast: {alert.title}"
-        if self._url.hostname == "hooks.slack.com":
+        place = f"{self._url.hostname}{self._url.path}"
+        if _SLACK.match(place):
             text = alert.text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
             return {"text": f"*{title}*\n{text}"}
-        if self._url.hostname in {"discord.com", "discordapp.com"} and self._url.path.startswith(
-            "/api/webhooks/"
-        ):
+        if _DISCORD.match(place):
             # The text may quote an error of a script, which must not mention users or @everyone.
             return {"content": f"**{title}**\n{alert.text}", "allowed_mentions": {"parse": []}}
         return alert_document(alert, context)

@@ -15,6 +15,7 @@ from holdfast.image.shares import WRITERS_MAX
 
 CHECKPOINTS_MAX = 64
 LINES_MAX = 16
+LOSSES_MAX = 256
 RANKS_MAX = 64
 TEXT_CHARACTERS_MAX = 300
 _CAUSES_MAX = 32
@@ -117,6 +118,10 @@ class StatusDocument(_StatusModel):
     # stager only: how the first step of this job compares with that of the run before (`resume_proof`)
     resume: Literal["", "verified resume", "differs", "not proven"] = ""
     resume_text: _Text = ""  # the same as a sentence; both empty if the job did not resume
+    # stager only: steps and training losses, oldest first
+    losses: Annotated[
+        tuple[tuple[_Whole, Annotated[float, Field(allow_inf_nan=False)]], ...], Field(max_length=LOSSES_MAX)
+    ] = ()
     waits_at: _Text = ""  # only a standing stager without a job: HOST:PORT at which it listens
 
 

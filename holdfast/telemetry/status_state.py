@@ -8,6 +8,7 @@ The size is bounded: lists keep the newest, texts are cut.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from holdfast.telemetry.event_text import NOTICES, TROUBLES, event_text, truncat
 from holdfast.telemetry.status_document import (
     CHECKPOINTS_MAX,
     LINES_MAX,
+    LOSSES_MAX,
     RANKS_MAX,
     TEXT_CHARACTERS_MAX,
     FailuresStatus,
@@ -70,6 +72,7 @@ class StatusState:
         self._failures: FailuresStatus | None = None
         self._resume: ResumeProof | None = None
         self._transport: Transport | None = None
+        self._losses: deque[tuple[int, float]] = deque(maxlen=LOSSES_MAX)
 
     def handle_event(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         """Remember one event; ignore unknown ones."""
@@ -117,6 +120,8 @@ class StatusState:
                 self._update_checkpoint(
                     attempt, step, sealed=tuple(sorted({*sealed, str(fields["share"])})), held=""
                 )
+            case "loss" if math.isfinite(fields["loss"]):
+                self._losses.append((step, float(fields["loss"])))
             case "staged":
                 pgt1_seconds = float(fields["pgt1_seconds"])
                 self._update_checkpoint(
@@ -219,6 +224,7 @@ class StatusState:
                 work_ended_at_unix=self._ended_at,
                 transport=self._transport,
                 interval_why=self._interval_why,
+                losses=tuple(self._losses),
                 seen=self._failures,
                 resume="" if self._resume is None else self._resume.verdict.value,
                 resume_text=""

@@ -63,15 +63,14 @@ def live_page(
     ranks = sorted(status.ranks, key=lambda rank: rank.rank) if status.ranks_total >= _STRIP_MIN else []
     rows = _checkpoints(status, facts)
     charts = [
+        ("losses", "Loss", losses_chart(_thinned(_losses(status, facts)))),
         ("progress", "Progress", _progress(rows)),
         ("durations", "How long checkpoints took", durations_chart(rows)),
     ]
     if facts is not None:
-        charts = [
-            ("losses", "Loss", losses_chart(_thinned(facts.losses))),
-            *charts,
-            ("timeline", "Attempts and interruptions", timeline_chart(_attempts_until_now(facts, status))),
-        ]
+        charts.append(
+            ("timeline", "Attempts and interruptions", timeline_chart(_attempts_until_now(facts, status)))
+        )
     return render_page(
         "live/live.html",
         is_full_page=is_full_page,
@@ -127,14 +126,19 @@ def _state(status: RunStatus, facts: RunFacts | None) -> tuple[Colour, str]:
 def _tiles(status: RunStatus, facts: RunFacts | None) -> Iterator[Tile]:
     good = _last_good(status)
     yield from run_tiles(facts, good) if facts is not None and facts.attempts else [good]
-    if facts is not None and facts.losses:
-        step, loss = facts.losses[-1]
+    if losses := _losses(status, facts):
+        step, loss = losses[-1]
         yield Tile("loss", f"{loss:.4g}", f"of step {step}", "training")
     if status.is_running or status.flights:
         yield _loss("a kill now loses", status.loss_trainers)
         yield _loss("with the stager's node", status.loss_node)
     yield _level("newest staged step", "staged", status)
     yield _level("newest durable step", "durable", status)
+
+
+def _losses(status: RunStatus, facts: RunFacts | None) -> Sequence[tuple[int, float]]:
+    """Return the losses of the logs, which have all; without logs the stager's newest ones."""
+    return facts.losses if facts is not None and facts.losses else sorted(dict(status.losses).items())
 
 
 def _last_good(status: RunStatus) -> Tile:

@@ -128,12 +128,19 @@ def _worked_until(attempts: Sequence[ReportedAttempt], events: Sequence[LoggedEv
 
 
 def _losses(events: Iterable[LoggedEvent], stored: Iterable[StoredCheckpoint]) -> list[tuple[int, float]]:
-    """Return the loss of each step that reports one. A step that was done twice has the newest."""
+    """Return the training losses; without any, one among the metrics of checkpoints: they would not make one curve. A
+    step that was done twice has the newest.
+    """
     records = [(one.step, one.record) for one in stored] + [(event.step, event.fields) for event in events]
-    found = {
-        step: loss for step, fields in records if step is not None and (loss := _loss_in(fields)) is not None
-    }
-    return sorted(found.items())
+    for loss_in in (_own_loss, _loss_in):
+        read = [(step, loss_in(fields)) for step, fields in records if step is not None]
+        if found := {step: loss for step, loss in read if loss is not None}:
+            return sorted(found.items())
+    return []
+
+
+def _own_loss(fields: Mapping[str, Any]) -> float | None:
+    return as_number(fields.get("loss"), least=-_LOSS_MAX)
 
 
 def _loss_in(fields: Any) -> float | None:

@@ -86,6 +86,7 @@ class RunStatus:
     Attributes:
         waits_at: HOST:PORT of a standing stager without a job; otherwise "".
         failures: How often the run is interrupted, by `every="auto"` or else by the flusher's count; "": unknown.
+        losses: Training steps and their losses, as the stager heard them.
         shares: For the newest of `flights`, if several stagers write one file.
         resume: How the first step after the last resume compares with the same step before: `verified resume`,
             `differs` or `not proven`; "" if the run never resumed. `resume_text`: the same as a sentence.
@@ -104,6 +105,7 @@ class RunStatus:
     ranks: tuple[RankStatus, ...]
     ranks_total: int
     levels: Mapping[str, Level]
+    losses: tuple[tuple[int, float], ...]
     loss_trainers: Loss
     loss_node: Loss
     ring: RingSnapshot | None
@@ -215,6 +217,7 @@ def compose(
         ranks=ranks,
         ranks_total=ranks_total,
         levels=levels,
+        losses=stager_document.losses if stager_document else (),
         loss_trainers=loss_with_trainers(known),
         loss_node=loss_with_node(known),
         ring=ring,

@@ -83,6 +83,9 @@ def as_supervisor_event(line: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"rank {line.get('lost_rank')} is lost, and torchrun restarts the ranks: {line.get('reason')}"
             )
             return {"role": "supervisor", "event": "ended", "cause": "killed", "message": message}
+        case "stager", "stager_ready" if line.get("returned"):
+            message = f"the ranks have returned to the stager, as attempt {line.get('attempt')}"
+            return {"role": "trainer", "event": "stager_back", "message": message}
     return line
 
 

@@ -150,7 +150,7 @@ def test_a_killed_stager_is_started_again_and_torchrun_restarts_killed_ranks_whi
     assert f"HOLDFAST_STAGER={os.uname().nodename}:29411 HOLDFAST_KEY_FILE=key holdfast rank -- torchrun" in (
         run.said()
     )
-    assert {"stager_lost", "killed", "resume_proof", "over"} <= set(told.read_text().split())
+    assert {"stager_lost", "stager_back", "killed", "resume_proof", "over"} <= set(told.read_text().split())
     run.check_nothing_left()
 
 

@@ -151,12 +151,19 @@ def _difference(
     """Return the difference of two tensors; None if they are equal."""
     dtypes = _name(first.dtype), _name(second.dtype)
     shapes = tuple(first.shape), tuple(second.shape)
-    if shapes[0] != shapes[1] or any(tensor.layout is not torch.strided for tensor in (first, second)):
+    if shapes[0] != shapes[1] or first.layout is not second.layout:
         return TensorDifference(path, dtypes, shapes)
-    numbers = compare_tensors(one.values(first), other.values(second))
+    if first.layout is torch.strided:
+        pair = one.values(first), other.values(second)
+    else:  # of a file: no run has sparse tensors
+        first, second = first.to_sparse_coo().coalesce(), second.to_sparse_coo().coalesce()
+        if not torch.equal(first.indices(), second.indices()):
+            return TensorDifference(path, dtypes, shapes)
+        pair = first.values(), second.values()
+    numbers = compare_tensors(*pair)
     if dtypes[0] == dtypes[1] and not numbers.differing:
         return None
-    return TensorDifference(path, dtypes, shapes, first.numel(), *numbers)
+    return TensorDifference(path, dtypes, shapes, pair[0].numel(), *numbers)
 
 
 class ComparedNumbers(NamedTuple):

@@ -95,6 +95,26 @@ def test_steps_of_which_a_rank_is_silent_do_not_pile_up(tmp_path: Path) -> None:
     assert len(handler._pending) == PROOFS_MAX
 
 
+@pytest.mark.parametrize(
+    ("said", "loss"),
+    [
+        ([0.5, 1.5], [1.0]),
+        ([None, 0.5], [0.5]),
+        (["nan", 0.5], [0.5]),
+        ([None, None], []),
+        (["inf", None], []),
+    ],
+)
+def test_the_mean_loss_of_a_step_becomes_an_event(tmp_path: Path, said: list[Any], loss: list[float]) -> None:
+    events, seen = EventLog(None, role="stager"), []
+    events.add_listener(lambda event, fields, step: seen.append((event, dict(fields), step)))
+    handler = _handler(Around(tmp_path), events)
+    for rank, one in enumerate(said):
+        digest = {"step": 4} if one is None else {"step": 4, "loss": one}
+        handler.handle(rank, wire.decode(proof_frame(KEY, digest, attempt=5)))
+    assert seen == [("loss", {"attempt": 5, "loss": one}, 4) for one in loss]
+
+
 def test_the_verdict_of_rank_0_becomes_an_event(tmp_path: Path) -> None:
     events, seen = EventLog(None, role="stager"), []
     events.add_listener(lambda event, fields, step: seen.append((event, dict(fields), step)))

@@ -128,6 +128,12 @@ def test_a_long_text_is_cut() -> None:
             Severity.WARNING,
             "ranks [1, 3] were lost",
         ),
+        (
+            {"event": "stager_ready", "attempt": 3, "returned": True},
+            "stager_back",
+            Severity.INFO,
+            "the ranks had lost the stager, and have returned to it as attempt 3",
+        ),
         ({"event": "stopped", "message": "told to"}, "over", Severity.INFO, "told to"),
         ({"event": "gave_up", "message": "no store"}, "over", Severity.ERROR, "no store"),
         (
@@ -149,3 +155,7 @@ def test_a_stager_without_a_supervisor_tells_of_ranks_proofs_and_ends_itself(
 @pytest.mark.parametrize("event", ["rank_lost", "resume_proof", "stager_ended", "stopped", "gave_up"])
 def test_a_supervised_stager_leaves_those_to_its_supervisor(event: str) -> None:
     assert alert_for({"role": "stager", "event": event}) is None
+
+
+def test_a_stager_that_a_new_job_joins_is_not_back() -> None:
+    assert alert_for({"role": "stager", "event": "stager_ready", "attempt": 1}, is_alone=True) is None

@@ -35,13 +35,30 @@ def test_any_url_gets_a_document() -> None:
     }
 
 
-def test_slack_gets_its_text_escaped() -> None:
-    said = body("https://hooks.slack.com/services/T/B/secret")
-    assert said == {"text": "*holdfast: killed*\nrank &lt;0&gt; &amp; @everyone"}
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://hooks.slack.com/services/T/B/secret",
+        "https://hooks.slack-gov.com/services/T/B/secret",
+        "https://discord.com/api/webhooks/1/secret/slack",
+    ],
+)
+def test_slack_gets_its_text_escaped(url: str) -> None:
+    assert body(url) == {"text": "*holdfast: killed*\nrank &lt;0&gt; &amp; @everyone"}
 
 
-def test_discord_gets_a_content_that_calls_nobody() -> None:
-    said = body("https://discord.com/api/webhooks/1/secret")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://discord.com/api/webhooks/1/secret",
+        "https://discordapp.com/api/webhooks/1/secret",
+        "https://ptb.discord.com/api/webhooks/1/secret",
+        "https://canary.discord.com/api/webhooks/1/secret",
+        "https://discord.com/api/v10/webhooks/1/secret?wait=true&thread_id=7",
+    ],
+)
+def test_discord_gets_a_content_that_calls_nobody(url: str) -> None:
+    said = body(url)
     assert said["content"] == "**holdfast: killed**\nrank <0> & @everyone"
     assert said["allowed_mentions"] == {"parse": []}
 

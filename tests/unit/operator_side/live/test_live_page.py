@@ -9,7 +9,8 @@ import re
 import pytest
 
 from holdfast.telemetry.event_reading import Log, LoggedEvent
-from holdfast.telemetry.status_document import RankStatus, StatusLine
+from holdfast.telemetry.status_document import RankStatus, StatusLine, read_status
+from holdfast.telemetry.status_state import StatusState
 from operator_side.live.live_page import live_page
 from operator_side.report.facts import RunFacts, gather_facts
 from operator_side.status.run_status import Peer, RunStatus
@@ -114,7 +115,7 @@ def test_logs_add_kills_goodput_and_losses() -> None:
     ]
     assert "loss" not in tiles
     events = [
-        LoggedEvent(NOW, "save", "trainer", 0, step, {"loss": 2.0 - step / 1000}) for step in range(1000)
+        LoggedEvent(NOW, "loss", "stager", None, step, {"loss": 2.0 - step / 1000}) for step in range(1000)
     ]
     text = shown(run(2), gather_facts("r", Log(events)))
     assert tiles_of(text)["loss"] == "1.001"
@@ -122,6 +123,24 @@ def test_logs_add_kills_goodput_and_losses() -> None:
     points = losses["series"][0]["data"]
     assert points[-1] == {"x": 999, "y": 1.001}
     assert len(points) <= 500
+
+
+def test_a_run_without_logs_shows_the_losses_that_its_stager_heard() -> None:
+    state = StatusState("stager", "r", ranks=list, clock=lambda: NOW)
+    for step, loss in ((11, 3.0), (21, 2.0), (21, 1.5)):
+        state.handle_event("loss", {"attempt": 1, "loss": loss}, step)
+    text = shown(status(stager_document=read_status(json.loads(state.build_document().model_dump_json()), "here")))
+    assert tiles_of(text)["loss"] == "1.5"
+    (losses,) = (json.loads(one["data-chart"] or "") for one in Page(text).of("figure"))
+    assert losses["series"][0]["data"] == [{"x": 11, "y": 3.0}, {"x": 21, "y": 1.5}]
+
+
+def test_a_training_loss_and_a_metric_are_not_one_curve() -> None:
+    record = {"ranks": {"0": {"metrics": {"val_loss": 9.0}}}}
+    events = [LoggedEvent(NOW, "durable", "flusher", None, step, {"record": record}) for step in (10, 20)]
+    assert gather_facts("r", Log(events)).losses == [(10, 9.0), (20, 9.0)]
+    events += [LoggedEvent(NOW, "loss", "stager", None, step, {"loss": 1.0}) for step in (11, 21)]
+    assert gather_facts("r", Log(events)).losses == [(11, 1.0), (21, 1.0)]
 
 
 def test_charts_go_on_with_the_logs_when_the_store_has_only_the_checkpoints_that_are_kept() -> None:

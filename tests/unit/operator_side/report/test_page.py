@@ -111,7 +111,7 @@ def test_losses_that_were_logged_are_drawn(tmp_path: Path) -> None:
             "durable",
             {"step": 20, "attempt": 1, "record": {"ranks": {"0": {"metrics": {"loss": 2}}}}},
         ),
-        (3.0, "trainer", "save", {"rank": 0, "step": 30, "loss": 1.5, "metrics": {"loss": _HOSTILE}}),
+        (3.0, "trainer", "save", {"rank": 0, "step": 30, "loss": _HOSTILE, "metrics": {"loss": 1.5}}),
         (4.0, "trainer", "save", {"rank": 0, "step": 40, "metrics": {"loss": float("nan")}, "record": [1]}),
     ]
     facts = facts_of(written(tmp_path / "log", lines))

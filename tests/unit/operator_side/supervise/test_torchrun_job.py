@@ -138,5 +138,10 @@ def test_torchrun_job_tells_people_of_lost_ranks_and_of_the_proof_as_a_superviso
     proof = alert_for(as_supervisor_event(verdict))
     assert proof is not None
     assert (proof.kind, proof.text) == ("resume_proof", "resume differs: data")
+    back = alert_for(
+        as_supervisor_event({"role": "stager", "event": "stager_ready", "attempt": 2, "returned": True})
+    )
+    assert back is not None
+    assert (back.kind, back.text) == ("stager_back", "the ranks have returned to the stager, as attempt 2")
     staged = {"role": "stager", "event": "staged", "step": 3}
     assert as_supervisor_event(staged) is staged

@@ -241,6 +241,23 @@ def test_command_compares_steps_and_files(tmp_path: Path, capsys: pytest.Capture
     assert document["values"] == [{"path": "step", "a": "7", "b": "8"}]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_tensors_of_files_are_compared_by_place_and_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NaN included: equal bits are no difference."""
+    dense = torch.tensor([[0.0, 1.0], [math.nan, 0.0]])
+    files = []
+    for number, (coo, csr) in enumerate([(dense, dense), (dense + torch.eye(2), dense.nan_to_num(2.0))]):
+        files.append(str(tmp_path / f"{number}.pt"))
+        torch.save({"coo": coo.to_sparse(), "csr": csr.to_sparse_csr()}, files[-1])
+    assert run_diff(capsys, files[0], files[0])[0] == 0
+    code, said = run_diff(capsys, *files, "--json")
+    assert code == 1
+    found = {one["path"]: (one["elements"], one["differing"]) for one in json.loads(said)["tensors"]}
+    assert found == {"coo": (None, None), "csr": (2, 1)}
+
+
 def test_command_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = Pair(tmp_path / "run", state(), state(), kept=State.BAD)
     assert run_diff(capsys, f"{pair.root}@0", f"{pair.root}@1")[0] == ConfigError.exit_code

@@ -130,3 +130,16 @@ def test_a_restored_checkpoint_says_in_which_runs_it_goes_on(link: FakeLink, tmp
     text = f"attempt 2 resumed from step 29 of attempt 1, read from {link.job.store_url}"
     assert tracker.start == StartPoint(30, 2, {"kept": "run-7"}, text)
     assert tracker.marks == [Mark("attempt", 30, 2, text)]
+
+
+@pytest.mark.parametrize(("step", "branched"), [(None, False), (29, True)])
+def test_a_script_that_chooses_its_step_begins_another_branch(
+    link: FakeLink, tmp_path: Path, step: int | None, branched: bool
+) -> None:
+    """Steps that the older run has are then trained otherwise: their points must not be left out."""
+    publish_named(tmp_path, 29, _state())
+    with Checkpointer(_state(), config=CONFIG) as checkpointer:
+        checkpointer.restore(step=step)
+        tracker = checkpointer.track(Kept)
+    assert isinstance(tracker, Kept)
+    assert tracker.start.branched == branched

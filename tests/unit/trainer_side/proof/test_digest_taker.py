@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import json
 import random
@@ -56,6 +58,7 @@ def test_saved_generators_are_all_kept() -> None:
     assert taken(taker, is_marked=False).generators == generator_crcs()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_a_batch_counts_by_its_contents() -> None:
     taker = DigestTaker({})
 
@@ -72,8 +75,37 @@ def test_a_batch_counts_by_its_contents() -> None:
         {**same, "y": [np.ones(2), "text", 4]},
     ):
         assert crc(other) != crc(batch)
-    assert crc(object()) == crc(object()), "an address is no content"
-    assert crc(None) is None
+    assert crc([1, object()]) == crc([1, object()]), "an address is no content"
+    for unknown in (
+        None,
+        object(),
+        [None],
+        [object()],
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse_csr(),
+    ):
+        assert crc(unknown) is None, "nothing was compared, so nothing may be said to be equal"
+
+
+def test_a_batch_may_be_a_dataclass_or_sparse() -> None:
+    @dataclasses.dataclass
+    class Batch:
+        x: torch.Tensor
+        more: Any = None
+
+    def crc(batch: Any) -> int | None:
+        return taken(DigestTaker({}), StepInput(batch)).batch
+
+    batches: list[Any] = [
+        Batch(torch.zeros(2)),
+        Batch(torch.ones(2)),
+        Batch(torch.zeros(2), [Batch(torch.ones(1))]),
+    ]
+    batches += [torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse(), torch.eye(2).flip(0).to_sparse()]
+    found = [crc(batch) for batch in batches]
+    assert None not in found
+    assert len(set(found)) == len(batches)
+    assert found == [crc(copy.deepcopy(batch)) for batch in batches]
 
 
 def test_rates_and_losses_may_be_tensors() -> None:
