@@ -156,10 +156,11 @@ def _difference(
     if first.layout is torch.strided:
         pair = one.values(first), other.values(second)
     else:  # of a file: no run has sparse tensors
-        first, second = first.to_sparse_coo().coalesce(), second.to_sparse_coo().coalesce()
-        if not torch.equal(first.indices(), second.indices()):
+        sparse: list[Any] = [first, second]
+        mine, theirs = (tensor.to_sparse_coo().coalesce() for tensor in sparse)
+        if not torch.equal(mine.indices(), theirs.indices()):
             return TensorDifference(path, dtypes, shapes)
-        pair = first.values(), second.values()
+        pair = mine.values(), theirs.values()
     numbers = compare_tensors(*pair)
     if dtypes[0] == dtypes[1] and not numbers.differing:
         return None
