@@ -158,4 +158,4 @@ def test_a_supervised_stager_leaves_those_to_its_supervisor(event: str) -> None:
 
 
 def test_a_stager_that_a_new_job_joins_is_not_back() -> None:
-    assert alert_for({"role": "stager", "event": "stager_ready", "attempt": 1}, is_alone=True) is None
+    assert alert_for({"role": "stager", "event": "stager_ready", "attempt": 1}, is_unsupervised=True) is None
