@@ -169,6 +169,11 @@ class Engine:
         if ended is not None:
             self._say_end(key, ended)
 
+    def repeat_durable(self, attempt: int) -> None:
+        """Report again which of an attempt's last checkpoints are durable: its next stager may not have heard."""
+        for key, durable in self._ends.durable(attempt):
+            self.listener.durable(key, durable)
+
     def chunk(self, record: SlotRecord) -> None:
         """Take a FULL slot. Raises `ProtocolError` if the journal says otherwise."""
         if record.state is not SlotState.FULL:
