@@ -358,7 +358,7 @@ class JobListener:
             if hello.ranks != present.ranks:
                 text = f"rank {hello.rank} counts {hello.ranks} ranks, another one of its job {present.ranks}"
                 refuse(self._reactor, sock, Status.RANKS, text)
-            elif hello.lead_attempt != present.lead_attempt:
+            elif present.lead_attempt not in {0, hello.lead_attempt}:
                 text = f"attempt {present.lead_attempt} is served here, and the lead has begun another one"
                 refuse(self._reactor, sock, Status.LOST, text)
             else:
