@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from holdfast.checkpoints.catalog import CatalogLook
 from holdfast.checkpoints.lease import note_attempt
@@ -77,10 +77,18 @@ def meet_stager(config: TrainerConfig, world: World, inbox: StagerInbox, events:
 def _meet_lead(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
     identify(f"rank:{world.rank}")
     greeted = _greet(config, world, world.port(), 0)
-    again = None
-    if world.again is not None and config.on_stager_lost != "end":
-        again = Reconnect(world.again, lambda: _newest_published(greeted.welcome.store_url))
-    return Link(config, greeted, inbox, events, rank=world.rank, again=again)
+    again, connect = None, _reconnect(world, lambda: link.job.attempt)
+    if connect is not None and config.on_stager_lost != "end":
+        again = Reconnect(connect, lambda: _newest_published(greeted.welcome.store_url))
+    link = Link(config, greeted, inbox, events, rank=world.rank, again=again)
+    return link
+
+
+def _reconnect(world: World, attempt: Callable[[], int]) -> Callable[[int], StagerPort] | None:
+    """Return the call that reconnects to the only stager, or to the lead, whose next process may continue `attempt`."""
+    if world.again is None or world.stagers == 1:
+        return world.again
+    return lambda generation: world.member(0, attempt(), generation)
 
 
 def meet_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> StagerGroup:
