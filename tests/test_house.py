@@ -60,7 +60,7 @@ def test_a_map_names_all_rooms_and_files(room: str) -> None:
 # Limits of lines per room, including its folders: its size, rounded up to the next 50. A room that grows needs a new
 # limit here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines lowers its limit.
 BUDGETS = {
-    "flusher": 5800,
+    "flusher": 5850,
     "holdfast": 2600,
     "holdfast/checkpoints": 2950,
     "holdfast/command": 700,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 85_850
+PRODUCT_LINES_MAX = 85_900
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
