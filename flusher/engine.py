@@ -169,6 +169,11 @@ class Engine:
         if outcome is not None:
             self._report_outcome(key, outcome)
 
+    def repeat_durable(self, attempt: int) -> None:
+        """Report again which of an attempt's last checkpoints are durable: its next stager may not have heard."""
+        for key, durable in self._outcomes.durable(attempt):
+            self.listener.durable(key, durable)
+
     def add_chunk(self, record: SlotRecord) -> None:
         """Take a FULL slot. Raises `ProtocolError` if the journal says otherwise."""
         if record.state is not SlotState.FULL:

@@ -49,6 +49,7 @@ class DurableStep:
 
 
 _KEPT = 256
+_REPEATED = 8  # more than can be in flight
 
 
 class LookedUp(NamedTuple):
@@ -69,6 +70,11 @@ class EndedCheckpoints:
         self._ended[key] = outcome
         while len(self._ended) > _KEPT:
             self._ended.popitem(last=False)
+
+    def durable(self, attempt: int) -> list[tuple[CheckpointId, DurableStep]]:
+        """Return the last durable checkpoints of an attempt, oldest first."""
+        ended = [(key, end) for key, end in self._ended.items() if key.attempt == attempt]
+        return [(key, end) for key, end in ended if isinstance(end, DurableStep)][-_REPEATED:]
 
     def lookup(self, key: CheckpointId) -> DurableStep | HoldfastError | None:
         """Return how a checkpoint ended; None: a thread asks the store, and the inbox gets a `LookedUp`."""

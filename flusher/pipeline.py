@@ -13,7 +13,7 @@ Rules:
    checkpoint. Only if the store lost the written parts and every chunk is still here, the flush starts over.
 4. A slot is freed once, when no job reads it any more. A dropped checkpoint is discarded when its last job has ended.
 5. A repeated event has no effect: a stager that has found a new flusher repeats all it knows. A chunk that the next
-   stager of a share receives again is freed.
+   process of one of several stagers receives again is freed.
 6. Parts that a dead flusher wrote count once the upload is open again. Until then its chunks only wait: if the store
    has lost the upload, the chunks still in the ring are needed.
 7. Where several flushers write one file, this one writes a range of chunks. Parts whose CRC fields state entries of
@@ -259,7 +259,7 @@ class Pipeline:
                 return [FreeSlots((event.slot,))]
             self._note(flight, event)
             return []
-        if flight.share is not None and flight.share.index and event.chunk in flight.received:
+        if flight.share is not None and event.chunk in flight.received:
             return [FreeSlots((event.slot,))]
         mismatch = describe_chunk_mismatch(flight, event)
         if mismatch:

@@ -3,7 +3,7 @@
     wait for a stager ─► serve ──finish──────────► drain ─► drained ─► end, or wait for the next (linger, keeper)
                            └──stager gone─► dead ─► settle ─► drain ─► grace ─► end, or the next stager attaches
                                             ├ alive: wait until it is dead, or reconnects
-                                            └ of a share: wait for its next process before giving up unstaged steps
+                                            └ one of several: wait for its next process before giving up unstaged steps
     kept by `holdfast run` (holdfast/ring/ring_keeper.py): only a signal ends it, until the keeper is gone
     a signal at any time (SIGTERM, SIGINT, SIGHUP) ─► publish what is staged, leave the rest in the ring, end
 
@@ -233,17 +233,21 @@ class FlusherService:
 
     def _welcome(self, handler: StagerHandler) -> None:
         resumed = self._waits_for_old_stager and handler.attempt == self._ring.attempt
+        # The next process of a stager of several. Only as long as it is waited for: after that its steps are given up.
+        is_waited_for = self._waits_for_old_stager and handler.lead_attempt == self._ring.attempt
+        continues = is_waited_for and not resumed
         try:
             handler.check_share()
             if not resumed:
                 self._check_old_stager_exited()
-                if self._waits_for_old_stager and handler.lead_attempt == self._ring.attempt:
+                if continues:
                     resolve_checkpoints(
                         self._engine, self._ring, "another stager came", keep_attempt=self._ring.attempt
                     )
                 else:
                     self._end_waiting("its stager did not come back: another job began")
-                self._set_attempt(handler.lead_attempt or handler.attempt)
+                if not (continues and self._config.share.is_lead):
+                    self._set_attempt(handler.lead_attempt or handler.attempt)
                 self._ring.record_writers(self._ring.attempt, self._config.share.writers)
         except FencedError:
             raise
@@ -254,10 +258,12 @@ class FlusherService:
         self._is_standing = handler.standing
         self._is_ours = self._waits_for_old_stager = self._awaits_next_stager = self._kept = False
         self._ends_at = None
-        if resumed and self._ring.attempt < self._lease.attempt:  # its previous flusher died
+        if (resumed or continues) and self._ring.attempt < self._lease.attempt:  # its previous flusher died
             self._lease.resume_work()
         seen = self._lease.prior_failures
         handler.welcome(seen, resumed=resumed)
+        if continues:
+            self._engine.repeat_durable(self._ring.attempt)
         fields = {
             "pid": handler.channel.peer_pid,
             "attempt": self._ring.attempt,
@@ -294,10 +300,10 @@ class FlusherService:
                 self._grace_after_wait_seconds = self._config.grace_seconds
                 self._ends_at = time.monotonic() + _DYING_SECONDS
                 return
-            self._lease.end_work(lost=True)
             why = f"the stager (process {handler.channel.peer_pid}) ended"
             if not handler.finishing and self._keep_share(why):
                 return
+            self._lease.end_work(lost=True)
             resolve_checkpoints(self._engine, self._ring, why)
             grace_seconds = 0.0 if handler.finishing else self._config.grace_seconds
             self._ends_at = time.monotonic() + grace_seconds
@@ -306,15 +312,18 @@ class FlusherService:
 
     def _keep_share(self, why: str) -> bool:
         """Keep unstaged checkpoints for the next stager of this share and attempt; return whether there are any. The
-        loss of the lead ends the attempt, and under MPI no stager is started again.
+        lead's next process must also continue the attempt if only another share is missing. Under MPI, no stager is
+        started again.
         """
-        if self._config.share.is_lead or self._terminating or not self._is_standing:
+        if self._config.share.writers == 1 or self._terminating or not self._is_standing:
             return False
         attempt, engine = self._ring.attempt, self._engine
         resolve_checkpoints(engine, self._ring, why, keep_attempt=attempt)
         receiving = engine.receiving()
         names = [key for key in self._ring.checkpoint_ids() if key.attempt == attempt]
-        if all(engine.knows(key) and key not in receiving for key in names):
+        if not self._config.share.is_lead:
+            names = [key for key in names if not engine.knows(key) or key in receiving]
+        if not names:
             return False
         self._waits_for_old_stager = self._awaits_next_stager = True
         self._grace_after_wait_seconds = max(0.0, self._config.grace_seconds - LOST_STAGER_SECONDS_MAX)

@@ -35,7 +35,8 @@ _SLOTS_PER_MESSAGE_MAX = 4096  # per message; the numbers of a larger ring would
 
 class StagerHandler(FlushListener):
     """Talks to one stager, in the loop's thread. `attempt`: the one whose ring the stager still has, from its hello; 0
-    for a new job. `lead_attempt`: the lead's attempt, named by every other stager; 0 from the lead itself.
+    for a new job. `lead_attempt`: the lead's attempt, named by every other stager; from the lead itself 0, or the
+    attempt that its last process had.
     """
 
     def __init__(self, channel: Channel, ring: Ring, store_url: str, share: ShareNumber = WHOLE) -> None:
@@ -82,10 +83,10 @@ class StagerHandler(FlushListener):
                 f"{self.channel.peer_pid}) receives share index, of {self._stager_share}; start both with the "
                 "same share"
             )
-        if (self.lead_attempt > 0) == self._share.is_lead and (self.lead_attempt or not self.attempt):
+        if not (self._share.is_lead or self.lead_attempt or self.attempt):
             raise ConfigError(
-                f"{self._store_url}: the stager of share {self._share} names attempt {self.lead_attempt} of the stager "
-                "that leads; expected that of the first stager from each other one, and 0 from the first one"
+                f"{self._store_url}: the stager of share {self._share} names attempt 0 of the stager that leads; "
+                "expected that of the first stager from each other one"
             )
 
     def send_held(self, message: str) -> None:

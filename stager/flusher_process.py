@@ -115,7 +115,8 @@ def attach(
 ) -> Flusher:
     """Attach to the run's flusher, within `start_seconds_max`; start one if none runs. Any thread. `previous`: the
     flusher that has ended, if its ring is still mapped: the next one may keep that ring. `preloaded`: a flusher that
-    waits to begin. `lead_attempt`: the attempt of the job, if another stager leads; 0 if this flusher chooses it.
+    waits to begin. `lead_attempt`: the attempt of the job, if another stager leads, or if this one leads and its last
+    process had it; 0 if this flusher chooses it.
 
     Raises:
         StoreError, FencedError, ConfigError: The flusher could not start; its own error.
@@ -225,7 +226,7 @@ def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any] | No
         selector.register(channel, selectors.EVENT_READ)
         while (left_seconds := deadline - time.monotonic()) > 0:
             selector.select(left_seconds)
-            for message in channel.poll():
+            for message in channel.poll(most=1):  # what follows the welcome is for the attached stager
                 if message.kind == "welcome":
                     return message.fields
                 if message.kind == "refused":

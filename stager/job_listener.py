@@ -357,7 +357,7 @@ class JobListener:
             if hello.ranks != current.ranks:
                 text = f"rank {hello.rank} counts {hello.ranks} ranks, another one of its job {current.ranks}"
                 refuse(self._reactor, sock, Status.RANKS, text)
-            elif hello.lead_attempt != current.lead_attempt:
+            elif current.lead_attempt not in {0, hello.lead_attempt}:
                 text = f"attempt {current.lead_attempt} is served here, and the lead has begun another one"
                 refuse(self._reactor, sock, Status.LOST, text)
             else:

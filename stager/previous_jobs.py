@@ -98,6 +98,11 @@ def inherited_steps(ring: Ring, attempt: int) -> dict[int, bool]:
     return {key.step: state == "staged" for key, state in _states(ring) if key.attempt == attempt}
 
 
+def newest_in(ring: Ring, attempt: int) -> int:
+    """Return the newest step of this attempt of which the ring has, or had, a chunk; -1 without one."""
+    return max((record.step for record in ring.remains() if record.attempt == attempt), default=-1)
+
+
 def _states(ring: Ring) -> list[tuple[CheckpointId, str]]:
     found: list[tuple[CheckpointId, str]] = []
     for key in ring.checkpoint_ids():

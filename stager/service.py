@@ -39,7 +39,7 @@ from stager.flusher_line import FlusherConnection
 from stager.flusher_process import Flusher, attach, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
-from stager.previous_jobs import PreviousJobs, inherited_steps
+from stager.previous_jobs import PreviousJobs, inherited_steps, newest_in
 from stager.proof_handler import ProofHandler
 from stager.rank_handler import RankHandler
 from stager.segments import SegmentList
@@ -93,7 +93,9 @@ class StagerService:
             on_divergence=config.on_divergence,
             share=share,
         )
-        self._session.take_over(inherited_steps(flusher.ring, flusher.attempt))
+        self._session.take_over(
+            inherited_steps(flusher.ring, flusher.attempt), newest_in(flusher.ring, flusher.attempt)
+        )
         self._notices = notices = Notices(
             config,
             self._trainers,

@@ -19,12 +19,14 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from types import FrameType
 
 from holdfast.config import StagerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.image.shares import ShareNumber
 from holdfast.net.address import Address, parse_address
+from holdfast.net.handshake import Hello
 from holdfast.net.key import read_key
 from holdfast.net.tls import StagerTls
 from holdfast.process import ENDING_SIGNALS, wait_readable
@@ -79,11 +81,12 @@ def tls_of(config: StagerConfig) -> StagerTls | None:
     return StagerTls(config.tls_cert, config.tls_key)
 
 
-def _share_mismatch(share: ShareNumber, lead_attempt: int) -> ConfigError | None:
-    """Return an error if ranks with this `lead_attempt` have mistaken this stager for another one of their list."""
-    if share.is_lead == (lead_attempt == 0):
+def _share_mismatch(share: ShareNumber, hello: Hello) -> ConfigError | None:
+    """Return an error if ranks with this `hello` have mistaken this stager for another one of their list."""
+    is_return = share.is_lead and hello.generation > 0  # it was in place when they first met it
+    if is_return or share.is_lead == (hello.lead_attempt == 0):
         return None
-    taken_for = "the first stager" if lead_attempt == 0 else "one after the first"
+    taken_for = "the first stager" if hello.lead_attempt == 0 else "one after the first"
     return ConfigError(
         f"the ranks take the stager with share {share} for {taken_for}; name the stagers in HOLDFAST_STAGER in the "
         "order of their shares, 1/S first"
@@ -129,9 +132,11 @@ class StandingStager:
             signal.signal(number, self._on_signal)
 
     def _attach_early(self) -> Flusher | None:
-        # Now, not at the first job, so that the operator sees an error of the store at once. If another stager leads,
-        # only the ranks know the attempt.
-        return attach(self._config) if self._config.share.is_lead else None
+        # Now, not at the first job, so that the operator sees an error of the store at once. With several stagers, the
+        # ranks know the attempt: that of the lead, or the one that this stager's last process had.
+        share = self._config.share
+        may_continue = share.writers > 1 and (self._directory / "journal").exists()
+        return attach(self._config) if share.is_lead and not may_continue else None
 
     @property
     def rank_command(self) -> str:
@@ -210,7 +215,8 @@ class StandingStager:
         assert hello is not None
         port = TcpTrainersPort(
             self._reactor,
-            hello,
+            # Of ranks with different attempts, the first one decides which the lead asks to continue.
+            replace(hello, lead_attempt=0) if self._config.share.is_lead else hello,
             reconnect_seconds_max=self._config.reconnect_seconds_max,
             start_seconds_max=self._config.start_seconds_max,
         )
@@ -223,7 +229,7 @@ class StandingStager:
             self._lost = lost = serve(
                 port,
                 self._config,
-                _share_mismatch(self._config.share, hello.lead_attempt),
+                _share_mismatch(self._config.share, hello),
                 attached=attached,
                 is_stopping=lambda: self._is_stopping,
                 lead_attempt=hello.lead_attempt,

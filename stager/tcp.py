@@ -53,7 +53,8 @@ class TcpTrainersPort:
         start_seconds_max: How long after the first rank the others may connect.
 
     Attributes:
-        ranks: Number of ranks. `launch`, `incarnation`, `generation`, `lead_attempt`: identify the job, as in `Hello`.
+        ranks: Number of ranks. `launch`, `incarnation`, `generation`, `lead_attempt`: identify the job, as in `Hello`;
+            `lead_attempt` 0: that of its ranks may differ.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from holdfast.checkpoints.catalog import CatalogListing
 from holdfast.checkpoints.lease import claim_attempt
@@ -77,10 +77,18 @@ def connect_stager(config: TrainerConfig, world: World, inbox: StagerInbox, even
 def _connect_lead(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
     identify(f"rank:{world.rank}")
     greeted = _greet(config, world, world.port(), 0)
-    reconnect = None
-    if world.reconnect is not None and config.on_stager_lost != "end":
-        reconnect = Reconnect(world.reconnect, lambda: _newest_published(greeted.welcome.store_url))
-    return Link(config, greeted, inbox, events, rank=world.rank, reconnect=reconnect)
+    reconnect, connect = None, _reconnect(world, lambda: link.job.attempt)
+    if connect is not None and config.on_stager_lost != "end":
+        reconnect = Reconnect(connect, lambda: _newest_published(greeted.welcome.store_url))
+    link = Link(config, greeted, inbox, events, rank=world.rank, reconnect=reconnect)
+    return link
+
+
+def _reconnect(world: World, attempt: Callable[[], int]) -> Callable[[int], StagerPort] | None:
+    """Return the call that reconnects to the only stager, or to the lead, whose next process may continue `attempt`."""
+    if world.reconnect is None or world.stagers == 1:
+        return world.reconnect
+    return lambda generation: world.member(0, attempt(), generation)
 
 
 def connect_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> StagerGroup:

@@ -83,7 +83,8 @@ class Hello:
         launch: With `incarnation` and `generation`: see `JobStart`.
         nonce: Random bytes of this connection.
         resuming: This rank was admitted before; only the stager that admitted it can resume the connection.
-        lead_attempt: The attempt that the lead of several stagers has chosen, for the others; 0 for the lead itself.
+        lead_attempt: The attempt that the lead of several stagers has chosen, for the others. For the lead itself 0,
+            or, from ranks that have lost it, the attempt that its next process may continue.
     """
 
     rank: int

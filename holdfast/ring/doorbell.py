@@ -20,6 +20,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import socket
 import struct
@@ -45,7 +46,8 @@ _RETRY_SECONDS = 0.02
 FIELDS: dict[str, dict[str, type]] = {
     # stager → flusher
     # attempt 0: a new job. share: index and writers. lead_attempt: the attempt for a new job's ring, which the lead has
-    # from its own flusher and the others from the lead; 0 from the lead. standing: restarts within its job are possible
+    # from its own flusher and the others from the lead; from the lead 0, or the attempt that its last process had.
+    # standing: restarts within its job are possible
     "hello": {"version": int, "pid": int, "attempt": int, "share": list, "lead_attempt": int},
     "begin": {"attempt": int, "step": int, "layout_digest": str},
     "chunk": {"slot": int},
@@ -178,14 +180,14 @@ class Channel:
                 return
             self._outbox.popleft()
 
-    def poll(self) -> list[Message]:
-        """Return all messages that have arrived, and flush. When the peer has gone, set `closed`. Raises
-        `ProtocolError` after a message that the protocol does not allow: close the channel. Messages before it were
-        returned by earlier calls.
+    def poll(self, *, most: float = math.inf) -> list[Message]:
+        """Return the messages that have arrived, at most `most`, and flush. When the peer has gone, set `closed`.
+        Raises `ProtocolError` after a message that the protocol does not allow: close the channel. Messages before it
+        were returned by earlier calls.
         """
         self.flush()
         messages: list[Message] = []
-        while not self.closed and self._protocol_error is None:
+        while not self.closed and self._protocol_error is None and len(messages) < most:
             try:
                 data, _, flags, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX)
             except BlockingIOError:

@@ -96,6 +96,7 @@ class Session:
         self._admission = Admission()
         self._slots = RingSlots(free_slots, flusher_slots)
         self._inherited: dict[int, bool] = {}
+        self._newest_before = -1  # of the steps that the previous stager had begun
         self._inherited_until = math.inf
         self._open: dict[int, Checkpoint] = {}  # step → checkpoint, in order of first offer
         self._no_flusher_reason = ""  # why no flusher is connected; empty if one is
@@ -193,12 +194,13 @@ class Session:
         verdict = self._admission.verdict(step)
         return verdict is not None and verdict.kind is Kind.DURABLE
 
-    def take_over(self, inherited: Mapping[int, bool]) -> None:
+    def take_over(self, inherited: Mapping[int, bool], newest: int = -1) -> None:
         """Take over the steps of this attempt that the previous stager left in the ring. Call before the first event.
 
-        `inherited`: By step: whether the previous stager had staged its share.
+        `inherited`: By step: whether the previous stager had staged its share. `newest`: of all steps that it had
+        begun; those that it did not leave have ended, and are not begun again.
         """
-        self._inherited = dict(inherited)
+        self._inherited, self._newest_before = dict(inherited), newest
 
     def stop(self) -> None:
         """From now on decline each step that no rank has offered yet; steps in flight continue. Safe to call again."""
@@ -253,6 +255,11 @@ class Session:
             return checkpoint
         under_way = [other for other, checkpoint in self._open.items() if checkpoint.under_way]
         refusal = self._admission.refusal(step, under_way, self._now)
+        if refusal is None and step <= self._newest_before and step not in self._inherited:
+            ended = (
+                f"step {step} has ended while the stager was lost; `holdfast ls` shows whether it is durable"
+            )
+            refusal = {"reason": ended, "code": PeerLost.code}
         if refusal is not None:
             # Tell all ranks now: those that have not offered yet can skip the step.
             self._send_verdict(SendMessage(None, Kind.DECLINED, step, refusal))
@@ -439,11 +446,13 @@ class Session:
 
     def _on_durable(self, event: Durable) -> None:
         checkpoint = self._open.get(event.step)
-        if checkpoint is None and self._inherited.pop(event.step, None) is not None:
+        was_inherited = checkpoint is None and self._inherited.pop(event.step, None) is not None
+        if checkpoint is None and self.is_durable(event.step):
+            return  # repeated by a new flusher
+        if was_inherited or (checkpoint is None and self._share is not None):
+            # In the second case it had ended before this stager came, and a rank may not have heard of it.
             self._send_verdict(SendMessage(None, Kind.DURABLE, event.step, event.body))
             return
-        if checkpoint is None and (self._share is not None or self.is_durable(event.step)):
-            return  # repeated by a new flusher, or reported to the previous stager
         if checkpoint is None or checkpoint.phase is not Phase.STAGED:
             raise ProtocolError(f"the flusher says step {event.step} is durable; it is not staged")
         del self._open[event.step]

@@ -426,6 +426,17 @@ def test_a_rank_with_another_attempt_of_the_lead_comes_as_the_next_generation(
         rank.result().disconnect(0.0, lost=True)
 
 
+def test_a_lead_admits_ranks_that_had_different_attempts_of_it(
+    stager: TurnedStager, threads: ThreadPoolExecutor
+) -> None:
+    first = threads.submit(_connect, stager.port_number, ranks=2, generation=2, lead_attempt=3)
+    stager.open_next().lead_attempt = 0  # as a stager that leads does
+    other = threads.submit(_connect, stager.port_number, rank=1, ranks=2, generation=2, lead_attempt=4)
+    stager.until(lambda: first.done() and other.done())
+    for rank in (first, other):
+        rank.result().disconnect(0.0, lost=True)
+
+
 def test_ranks_that_were_replaced_by_their_launcher_never_come_again(
     stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,23 +202,56 @@ def test_a_job_resumes_from_the_rings_of_two_stagers(tmp_path: Path, reference: 
     check_loadable(_files(store))
 
 
-@pytest.mark.parametrize("point", ["chunk_received#5", "chunk_full#5", "staged#2"])
+@pytest.mark.parametrize("point", ["chunk_received#14", "chunk_full#14", "staged#2"])
+@pytest.mark.parametrize("killed", [0, 1], ids=["lead", "member"])
 def test_a_stager_that_dies_and_is_started_again_is_sent_its_share_of_the_same_step(
-    tmp_path: Path, finished: Finished, point: str
+    tmp_path: Path, finished: Finished, killed: int, point: str
 ) -> None:
-    store = tmp_path / "store"
-    store.mkdir()
-    fine = ("--chunk-bytes", "8KiB")
-    fault = {1: f"stager@{point}=kill"}  # of the second checkpoint
-    with several(tmp_path / "scene", str(store), 2, fine, fault, TRAIN_WIDTH="64") as scene:
+    fault = {killed: f"stager@{point}=kill"}  # of the second checkpoint
+    with _of_small_chunks(tmp_path, fault) as scene:
         with scene.start(*RUN, TRAIN_STAGED_SECONDS_MAX="60") as job:
-            scene.stagers[1].process.wait(240)
+            scene.stagers[killed].process.wait(240)
             wait_until(lambda: len(scene.events("stager_lost")) == RANKS, 120, job.output)
-            scene.again(1)
+            scene.again(killed)
             job.succeed(240)
         scene.stop()
-    assert len(scene.events("stager_back")) == RANKS
-    assert not scene.events("failed") + scene.events("declined")
+    _check_nothing_was_lost(scene, finished)
+
+
+def test_a_lead_that_dies_before_another_share_is_staged_goes_on_with_the_step(
+    tmp_path: Path, finished: Finished
+) -> None:
+    fault = {0: "stager@staged#2=kill", 1: "stager@chunk_full#14=stop"}
+    step = STEPS_SAVED[1]
+    with _of_small_chunks(tmp_path, fault) as scene:
+        with scene.start(*RUN, TRAIN_STAGED_SECONDS_MAX="60") as job:
+            scene.stagers[0].process.wait(240)
+            wait_until(lambda: len(scene.events("stager_lost")) == RANKS, 120, job.output)
+            scene.again(0)
+            wait_until(lambda: len(scene.events("stager_back")) == RANKS, 120, job.output)
+            assert not scene.of_step(step, "staged", "durable")
+            scene.stagers[1].process.send_signal(signal.SIGCONT)
+            job.succeed(240)
+        scene.stop()
+    assert len(scene.of_step(step, "staged")) == RANKS
+    _check_nothing_was_lost(scene, finished)
+
+
+def _of_small_chunks(directory: Path, fault: dict[int, str]) -> contextlib.AbstractContextManager[Several]:
+    store = directory / "store"
+    store.mkdir()
+    fine = ("--chunk-bytes", "8KiB")
+    return several(directory / "scene", str(store), 2, fine, fault, TRAIN_WIDTH="64")
+
+
+def _check_nothing_was_lost(scene: Several, finished: Finished) -> None:
+    """One stager was lost once, and is back; no step was lost."""
+    store = Path(scene.store)
+    assert len(scene.events("stager_lost")) == len(scene.events("stager_back")) == RANKS
+    assert {line["attempt"] for line in scene.events("stager_back")} == {1}
+    # When a stager is lost, a rank counts a staged step as failed unless it has heard that it is durable.
+    ended = scene.events("failed") + scene.events("declined")
+    assert {line["step"] for line in ended} <= {STEPS_SAVED[0]}
     assert [int(path.name[5:14]) for path in _files(store)] == list(STEPS_SAVED)
     check_loadable(_files(store))
     for path in _files(store):

@@ -94,12 +94,34 @@ SHARE_MUTATIONS = {
             (("flusher.recovery", "        elif key.attempt != keep_attempt:\n", "        else:\n"),),
         ),
         Mutation(
+            "lost_lead_ends_its_attempt",
+            "the next process of the lead begins another attempt",
+            (
+                (
+                    "flusher.service",
+                    "                if not (continues and self._config.share.leads):\n",
+                    "                if True:\n",
+                ),
+            ),
+        ),
+        Mutation(
+            "lost_lead_not_waited_for",
+            "what a lost lead has not staged is given up at once",
+            (
+                (
+                    "flusher.service",
+                    "        if self._config.share.writers == 1 or self._terminating or not self._is_standing:\n",
+                    "        if self._config.share.leads or self._terminating or not self._is_standing:\n",
+                ),
+            ),
+        ),
+        Mutation(
             "chunk_sent_again_twice",
             "a chunk that the next process of a stager is sent counts as sent twice",
             (
                 (
                     "flusher.pipeline",
-                    "        if flight.share is not None and flight.share.index and event.chunk in flight.received:\n",
+                    "        if flight.share is not None and event.chunk in flight.received:\n",
                     "        if False:\n",
                 ),
             ),

@@ -105,7 +105,7 @@ class Plan:
             plan.faults.append(fault)
         if chance.random() < 0.4:
             number, seconds = int(2 ** chance.uniform(0, 4)), chance.choice([0.0, 1.0, 10.0, 20.0, 100.0])
-            share = chance.randrange(1, plan.writers)
+            share = chance.randrange(plan.writers)
             plan.faults.append(Fault("again", share, number=number, seconds=seconds))
         return plan
 
@@ -546,7 +546,8 @@ class Stager:
         sim, world = SIM.now, self.world
         if self.share:
             sim.wait(lambda: self.job in world.job_attempts, None, "lead's attempt")
-        lead_attempt = world.job_attempts[self.job] if self.share else 0
+        before = 0 if self.again is None or self.attempt else self.again.before.attempt
+        lead_attempt = world.job_attempts[self.job] if self.share else before
         directory = runtime_directory(URL, world._place(self.share), share=self.share)
         until = sim.now + 5000.0
         while True:
@@ -577,6 +578,8 @@ class Stager:
             self.ring = Ring.attach(directory)
             self.attempt, self.identity = self.ring.attempt, self.ring.identity
             self.ring.hold(self.attempt)
+            if self.share == 0 and before and self.attempt != before:
+                raise PeerLost("another attempt has begun, for which the ranks leave all stagers")
             if self.share == 0:
                 world.job_attempts[self.job] = self.attempt
         else:
@@ -602,7 +605,7 @@ class Stager:
     def _answer(self) -> Any:
         while True:
             SIM.now.wait(lambda: self.channel.closed or bool(readable([self.channel])()), 100.0, "welcome")
-            for message in self.channel.poll():
+            for message in self.channel.poll(most=1):
                 if message.kind == "welcome":
                     return message
                 if message.kind == "refused":

@@ -36,7 +36,7 @@ class JobState:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank, self.ranks, self.store_url, self.chunk_bytes = rank, ranks, store_url, chunk_bytes
-        # One for each WELCOME of a stager, oldest first.
+        # One for each attempt that a stager began, oldest first.
         self.attempts: tuple[int, ...] = () if attempt is None else (attempt,)
         self.attempt = attempt or 0  # the newest of them; 0 without a stager
         self.problem: HoldfastError | None = None  # why the stager is lost; None while it is not
@@ -89,7 +89,8 @@ class JobState:
 
     def rejoin(self, attempt: int) -> None:
         """Note the WELCOME of a stager as `attempt`; `problem` stays until the link uses that stager."""
-        self.attempt, self.attempts = attempt, (*self.attempts, attempt)
+        if attempt != self.attempt:  # otherwise the lost stager's next process continues its attempt
+            self.attempt, self.attempts = attempt, (*self.attempts, attempt)
         self.staged_step = self.durable_step  # newer staged steps may be gone with the lost stager's machine
 
     def mark_recovered(self) -> None:

@@ -24,6 +24,7 @@ from holdfast.errors import HoldfastError, PeerLost
 from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
+from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
 from holdfast.process import at_exit
 from holdfast.ring.remains import FetchKind
 from holdfast.telemetry.causes import DeclineCause, Reason
@@ -57,7 +58,9 @@ class Link:
     `reconnect`: How to reach a lost stager again; None: it stays lost.
 
     Attributes:
-        on_lost, on_recovered: Called in the link's thread, right after `job` notes that the stager is lost, or back.
+        on_lost, on_recovered: Called in the link's thread, right after `job` notes that the stager is lost, or back;
+            `on_lost` again once `is_awaited` ends without it.
+        is_awaited: The stager is lost, and its next process may still continue its attempt.
         name: The stager's name in the log.
     """
 
@@ -88,6 +91,7 @@ class Link:
         self.on_lost: Callable[[HoldfastError], None] = lambda _: None
         self.on_recovered: Callable[[], None] = lambda: None
         self.name = greeted.name
+        self.is_awaited, self._awaited_until = False, 0.0
         self._plan: SendPlan | None = None
         self._newest_step = -1
         self._offered: list[Transfer] = []  # by the training thread, for close()
@@ -317,6 +321,8 @@ class Link:
         finally:
             self.job.problem = self.job.problem or error
             self._held.fail_all(error)
+            if self.is_awaited:
+                self._stop_awaiting(error)
             self._run_commands()
 
     def _offer(self, active: Outgoing) -> None:
@@ -355,6 +361,8 @@ class Link:
         _log.error("rank %d: %s, and %s: %s", self.job.rank, what, consequence, error)
         self._events.emit("stager_lost", {"code": error.code, "message": str(error)})
         # After log and event: a thread that sees the stager lost finds both.
+        self.is_awaited = will_rejoin and not self._fallback_text
+        self._awaited_until = self._clock() + LOST_STAGER_SECONDS_MAX
         self.job.mark_lost(error)
         self.on_lost(error)
         self._inbox.on_stager_lost()
@@ -363,15 +371,22 @@ class Link:
         self._held.hold(held, error)
         self._session.requests.fail_all(error)
 
+    def _stop_awaiting(self, error: HoldfastError) -> None:
+        self.is_awaited = False
+        self.on_lost(error)
+
     def _poll_rejoining(self) -> bool:
         """Open a session once the stager is reached again; return whether it is."""
         self._held.fail_expired()
+        if self.is_awaited and self._clock() > self._awaited_until:
+            assert self.job.problem is not None
+            self._stop_awaiting(self.job.problem)
         try:
             found = None if self._rejoining is None else self._rejoining.poll()
         except ThreadDied as died:
             self.job.problem, self._rejoining = died, None
             self._held.fail_all(died)
-            self.on_lost(died)
+            self._stop_awaiting(died)
             return True
         if found is None:
             return False
@@ -393,6 +408,7 @@ class Link:
             found.tries,
             attempt,
         )
+        self.is_awaited = False
         newest_passed = (
             self._newest_step
         )  # the training thread offers the next one as soon as `problem` is cleared

@@ -9,7 +9,7 @@
     DECLINED, FAILED                   when one share is; the other stagers are told, since no checkpoint can be whole
 
 A share whose stager is lost is held: its memory stays in use until the stager's next process is reached and the share
-is offered again. The lead's share is not held, because the lead's next process begins another attempt.
+is offered again. A small image has one share, the lead's, which is not held, as with a single stager.
 
 Each stager's link changes its share in a thread of its own.
 """
@@ -59,7 +59,7 @@ class ShareTransfer(Transfer):
 
     def hold(self) -> bool:
         with self._whole.frozen_open_state() as is_open:
-            if not is_open or self.index == 0 or self.state.is_final:
+            if not is_open or len(self._whole.shares) == 1 or self.state.is_final:
                 return False
             self.state, self.in_doubt, self.held = TransferState.OFFERED, self.was_sent, True
             self.settled.clear()

@@ -3,7 +3,7 @@
     offer, decline ──► every stager with a share        agree, send_message ──► the lead alone
     a share is declined or fails ──► give up the step, and tell the other stagers why
     a stager is lost ──► no checkpoint is taken until it is reached again; unstaged shares are then offered to it again
-    the lead is lost ──► leave the others, because the lead's next attempt is theirs, too
+    the lead begins another attempt, or is lost for too long ──► leave the others, whose attempt is the lead's
 
 A rank that loses a stager after sending it the whole share tells the others nothing: the share may be staged there.
 """
@@ -213,7 +213,7 @@ class StagerGroup:
                 self.job.mark_lost(error if is_own else type(error)(f"{self._links[index].name}: {error}"))
             elif isinstance(error, ThreadDied):
                 self.job.problem = error
-        if index == 0:
+        if index == 0 and not self._lead.is_awaited:
             for member in self._members:
                 member.drop_stager(
                     PeerLost(f"{self._lead.name} is lost, and with it the attempt of the others")

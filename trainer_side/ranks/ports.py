@@ -124,7 +124,7 @@ class World(Protocol):
 
     def member(self, index: int, attempt: int, generation: int = 0) -> StagerPort:
         """Connect to stager `index` of several, with the attempt that the lead has chosen. `generation` above 0:
-        as `reconnect`; different stagers may be reconnected at the same time.
+        as `reconnect`, also to the lead itself; different stagers may be reconnected at the same time.
         """
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -277,14 +279,14 @@ def test_a_job_that_goes_on_under_the_next_flusher_is_not_counted_as_lost(tmp_pa
     assert read_failure_count(store).failures == 0
 
 
-def await_kinds(channel: Channel, kind: str) -> list[Message]:
-    """The flusher's messages up to the first one of this kind."""
+def await_kinds(channel: Channel, kind: str, *, most: float = math.inf) -> list[Message]:
+    """The flusher's messages up to the first one of this kind, so many at a time."""
     said: list[Message] = []
     deadline = time.monotonic() + SECONDS_MAX
     while all(message.kind != kind for message in said):
         assert time.monotonic() < deadline, said
         assert not channel.closed, said
-        said += channel.poll()
+        said += channel.poll(most=most)
         time.sleep(0.01)
     return said
 
@@ -364,11 +366,13 @@ def test_a_stager_that_was_hung_up_on_and_dies_leaves_its_slots(bench: Bench) ->
 class MemberBench(Bench):
     """A service with share 2/2, whose lead never begins: everything that it has to say is in the store."""
 
+    share, key = ShareNumber(1, 2), CheckpointId(3, 9)
+
     def __init__(self, directory: Path, held: contextlib.ExitStack) -> None:
-        super().__init__(directory, held, adopted=False, share=ShareNumber(1, 2))
-        self.layout = made_up(3, entries=20, chunk_bytes=4096, ranks=1, entry_bytes_max=5000).layout
+        super().__init__(directory, held, adopted=False, share=self.share)
+        self.image = made_up(3, entries=20, chunk_bytes=4096, ranks=1, entry_bytes_max=5000)
+        self.layout = self.image.layout
         assert self.layout.chunks > 1
-        self.key = CheckpointId(3, 9)
 
     def voided(self) -> str:
         void = ShareRecords(self.store, self.key).void()
@@ -376,20 +380,22 @@ class MemberBench(Bench):
 
     def hello(self, *, standing: bool = True, lead_attempt: int = 3) -> Channel:
         channel = connect(self.directory / SOCKET_NAME)
-        hello = {"version": VERSION, "pid": 1, "attempt": 0, "share": [1, 2], "lead_attempt": lead_attempt}
-        channel.send("hello", **hello, standing=standing)
-        assert not await_kinds(channel, "welcome")[0].fields["resumed"]
+        hello = {"version": VERSION, "pid": 1, "attempt": 0, "lead_attempt": lead_attempt}
+        channel.send("hello", **hello, share=[self.share.index, self.share.writers], standing=standing)
+        (welcome,) = await_kinds(channel, "welcome", most=1)
+        assert not welcome.fields["resumed"]
+        self.attempt = welcome.fields["attempt"]
         return channel
 
-    def begin(self, channel: Channel) -> None:
+    def begin(self, channel: Channel, step: int = 9) -> None:
         digest = self.ring.put_layout(self.layout)
-        self.ring.write_checkpoint(*self.key, "receiving", digest, {})
-        channel.send("begin", attempt=3, step=9, layout_digest=digest)
+        self.ring.write_checkpoint(self.key.attempt, step, "receiving", digest, {})
+        channel.send("begin", attempt=self.key.attempt, step=step, layout_digest=digest)
 
     def lose(self, channel: Channel) -> None:
         """The stager has begun the step, and dies in the middle of a chunk."""
         self.begin(channel)
-        self.ring.mark_filling(2, 3, 9, self.layout.chunks - 1)
+        self.ring.mark_filling(2, *self.key, self.layout.chunks - 1)
         channel.close()
         deadline = time.monotonic() + SECONDS_MAX
         while self.ring.state(2) is not SlotState.FREE and time.monotonic() < deadline:
@@ -402,9 +408,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flusher.engine.part_chunks_for", lambda *_: 1)
 
 
-def play(directory: Path, act: Callable[[MemberBench], None]) -> MemberBench:
+def play(directory: Path, act: Callable[[Any], None], kind: type[MemberBench] = MemberBench) -> MemberBench:
     with contextlib.ExitStack() as held, ThreadPoolExecutor(1) as pool:
-        bench = MemberBench(directory, held)
+        bench = kind(directory, held)
         acted = pool.submit(act, bench)
         bench.service.run()
         acted.result(SECONDS_MAX)
@@ -455,3 +461,94 @@ def test_a_share_of_a_stager_that_is_never_started_again_is_given_up_at_once(tmp
     bench = play(tmp_path / "run", lambda bench: bench.lose(bench.hello(standing=False)))
     assert "the stager (process" in bench.voided()
     assert time.monotonic() - begun < LOST_STAGER_SECONDS_MAX / 2
+
+
+class LeadBench(MemberBench):
+    """A service with share 1/2."""
+
+    share, key = ShareNumber(0, 2), CheckpointId(1, 9)
+
+    def hello(self, *, standing: bool = True, lead_attempt: int = 0) -> Channel:
+        return super().hello(standing=standing, lead_attempt=lead_attempt)
+
+    def free_slot(self) -> int:
+        deadline = time.monotonic() + SECONDS_MAX
+        while time.monotonic() < deadline:
+            for slot in range(self.ring.ring_chunks):
+                if self.ring.state(slot) is SlotState.FREE:
+                    return slot
+            time.sleep(0.01)
+        raise AssertionError("no slot becomes free")
+
+    def finish(self, channel: Channel) -> None:
+        channel.send("finish")
+        await_kinds(channel, "drained")
+        channel.close()
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_the_next_stager_that_leads_begins_the_same_step_of_the_same_attempt_again(tmp_path: Path) -> None:
+    def act(bench: LeadBench) -> None:
+        bench.lose(bench.hello())
+        assert not bench.voided()
+        channel = bench.hello(lead_attempt=1)
+        assert bench.attempt == 1
+        bench.begin(channel)
+        channel.send("abort", attempt=1, step=9, reason="a rank is gone")
+        assert "a rank is gone" in await_kinds(channel, "failed")[-1].fields["message"]
+        bench.finish(channel)
+
+    bench = play(tmp_path / "run", act, LeadBench)
+    assert read_failure_count(bench.store) == FailureCount(0, read_failure_count(bench.store).seconds)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("standing", [True, False])
+def test_a_step_whose_lead_does_not_come_again_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, standing: bool
+) -> None:
+    monkeypatch.setattr("flusher.service.LOST_STAGER_SECONDS_MAX", 0.3)
+    bench = play(tmp_path / "run", lambda bench: bench.lose(bench.hello(standing=standing)), LeadBench)
+    assert read_failure_count(bench.store).failures == 1
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("lead_attempt", [0, 7])
+def test_a_lead_that_does_not_name_the_attempt_of_the_ring_begins_another_one(
+    tmp_path: Path, lead_attempt: int
+) -> None:
+    def act(bench: LeadBench) -> None:
+        bench.lose(bench.hello())
+        channel = bench.hello(lead_attempt=lead_attempt)
+        assert bench.attempt == 2
+        bench.finish(channel)
+
+    play(tmp_path / "run", act, LeadBench)
+
+
+def test_the_next_stager_hears_which_steps_are_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As large as the image, which the lead then writes alone.
+    monkeypatch.setattr("flusher.engine.part_chunks_for", lambda *_: 100)
+
+    def act(bench: LeadBench) -> None:
+        channel, image = bench.hello(), bench.image
+        bench.begin(channel)
+        for chunk in range(image.layout.chunks):
+            data, slot = image.chunk_bytes(chunk), bench.free_slot()
+            bench.ring.mark_filling(slot, *bench.key, chunk)
+            bench.ring.slot_memory(slot)[: len(data)] = data
+            bench.ring.mark_full(slot, image.sources(chunk), len(data))
+            channel.send("chunk", slot=slot)
+        bench.ring.write_checkpoint(*bench.key, "staged", image.layout.digest, {})
+        channel.send("staged", attempt=1, step=9)
+        await_kinds(channel, "durable")
+        bench.begin(channel, 10)
+        channel.close()
+        channel = bench.hello(lead_attempt=1)
+        durable = await_kinds(channel, "durable", most=1)[-1]
+        assert (durable.fields["attempt"], durable.fields["step"]) == (1, 9)
+        bench.finish(channel)
+
+    play(tmp_path / "run", act, LeadBench)

@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.errors import PeerLost
 from holdfast.image.shares import ShareNumber
+from holdfast.net.handshake import Hello
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.wire import frames as wire
@@ -130,19 +131,51 @@ def test_the_next_flusher_hears_of_the_chunks_that_the_stager_before_had_receive
     assert sorted(bench.heard) == ["begin", "chunk", "chunk", "chunk", "staged"]
 
 
+def _written(ring: Ring) -> None:
+    """The stager before has received step 1, and the flusher has written it."""
+    ring.mark_filling(7, 3, 1, 0)
+    sources = [(rank, 0) for rank in LAYOUT.senders(0)]
+    ring.mark_full(7, sources, LAYOUT.chunk_extent(0).nbytes)
+    ring.free(7)
+
+
+def test_the_next_process_of_a_lead_says_what_became_durable_before_it_came(make: Make) -> None:
+    bench = make(LEAD, _written)
+    fields = {"file": "step-000000001.pt", "pgt2_seconds": 1.0, "record": {}}
+    bench.flusher.send("durable", attempt=3, step=1, **fields)
+    bench.turn()
+    bench.port.sent.clear()
+    bench.offer_all()
+    assert [rank for rank, _ in bench.port.told(Kind.DURABLE)] == [0, 1]
+    assert not bench.heard
+
+
+def test_the_next_process_of_a_lead_begins_no_step_that_has_ended(make: Make) -> None:
+    bench = make(LEAD, _written)
+    bench.offer_all()
+    declined = bench.port.told(Kind.DECLINED)
+    assert [rank for rank, _ in declined[:2]] == [0, 1]
+    assert "has ended while the stager was lost" in declined[0][1].body.decode()
+    assert not bench.heard
+    bench.offer_all(step=2)
+    assert "begin" in bench.heard
+
+
 @pytest.mark.parametrize(
-    ("share", "lead_attempt", "words"),
+    ("share", "lead_attempt", "generation", "words"),
     [
-        (LEAD, 0, ""),
-        (MEMBER, 3, ""),
-        (ShareNumber(0, 1), 0, ""),
-        (MEMBER, 0, "share 2/2 for the first stager"),
-        (LEAD, 3, "share 1/2 for one after the first"),
+        (LEAD, 0, 0, ""),
+        (LEAD, 3, 1, ""),
+        (MEMBER, 3, 0, ""),
+        (ShareNumber(0, 1), 0, 0, ""),
+        (MEMBER, 0, 1, "share 2/2 for the first stager"),
+        (LEAD, 3, 0, "share 1/2 for one after the first"),
     ],
 )
 def test_a_stager_that_is_taken_for_another_one_says_so(
-    share: ShareNumber, lead_attempt: int, words: str
+    share: ShareNumber, lead_attempt: int, generation: int, words: str
 ) -> None:
-    refusal = _share_mismatch(share, lead_attempt)
+    hello = Hello(0, 2, 0, "launch", bytes(16), bytes(32), generation=generation, lead_attempt=lead_attempt)
+    refusal = _share_mismatch(share, hello)
     assert (refusal is None) == (not words)
     assert words in str(refusal)

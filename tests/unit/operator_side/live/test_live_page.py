@@ -129,7 +129,9 @@ def test_a_run_without_logs_shows_the_losses_that_its_stager_heard() -> None:
     state = StatusState("stager", "r", ranks=list, clock=lambda: NOW)
     for step, loss in ((11, 3.0), (21, 2.0), (21, 1.5)):
         state.handle_event("loss", {"attempt": 1, "loss": loss}, step)
-    text = shown(status(stager_document=read_status(json.loads(state.build_document().model_dump_json()), "here")))
+    text = shown(
+        status(stager_document=read_status(json.loads(state.build_document().model_dump_json()), "here"))
+    )
     assert tiles_of(text)["loss"] == "1.5"
     (losses,) = (json.loads(one["data-chart"] or "") for one in Page(text).of("figure"))
     assert losses["series"][0]["data"] == [{"x": 11, "y": 3.0}, {"x": 21, "y": 1.5}]

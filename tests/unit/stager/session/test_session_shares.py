@@ -207,3 +207,19 @@ def test_the_end_of_a_step_of_the_stager_before_that_is_not_known_here_changes_n
     stager = Stager(LAYOUT, share=SHARE)
     stager.take(Durable(1))
     assert is_empty(stager.session)
+
+
+def test_a_step_that_the_stager_before_had_begun_and_did_not_leave_is_not_begun_again() -> None:
+    stager = Stager(LAYOUT, share=SHARE)
+    stager.session.take_over({3: False}, newest=4)
+    stager.offer_all(3)
+    assert phases_of(stager.session) == {3: Phase.RECEIVING}
+    for rank in range(LAYOUT.ranks):
+        stager.take(Offer(rank, 4, LAYOUT.digest))
+    assert [tell.rank for tell in stager.said(Kind.DECLINED)] == [None, 1]
+    assert "step 4 has ended" in str(stager.said(Kind.DECLINED)[0].body["reason"])
+    assert not stager.of(Abort)
+    stager.take(Durable(4))
+    assert [tell.rank for tell in stager.said(Kind.DURABLE)] == [None]
+    stager.take(Offer(0, 5, LAYOUT.digest))
+    assert phases_of(stager.session) == {3: Phase.RECEIVING, 5: Phase.OFFERING}

@@ -421,6 +421,9 @@ def test_a_lost_lead_costs_a_step_that_waits_for_another_stager(again: Scene) ->
     again.lose(1, comes_again=False)
     again.closed.add(0)
     again.ports[0].dead = True
+    until(lambda: again.group.job.lead_problem)
+    assert not transfer.ended.is_set()
+    again.now = LOST_STAGER_SECONDS_MAX + 1
     assert transfer.ended.wait(SECONDS_MAX)
     assert transfer.released.wait(SECONDS_MAX)
     assert transfer.state is TransferState.FAILED
@@ -444,3 +447,87 @@ def test_the_newest_step_that_passed_without_the_stager_is_declined_after_the_ol
     until(lambda: again.back[1] and again.back[1][-1].of(Kind.DECLINE))
     said = [(frame.kind, frame.step) for frame in again.back[1][-1].messages if frame.step]
     assert said[:2] == [(Kind.OFFER, 1), (Kind.DECLINE, 2)]
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_the_next_process_of_the_lead_is_sent_the_same_step_once_more(again: Scene, sent: bool) -> None:
+    transfer, member = again.offer(), again.ports[1]
+    again.send(1)
+    member.say(Kind.STAGED, step=1)
+    if sent:
+        again.send(0)
+    again.lose(0)
+    assert not transfer.settled.is_set()
+    assert not transfer.released.is_set()
+    assert again.ports[1] is member
+    assert not member.left, "its staged share is kept"
+    assert [frame.step for frame in again.ports[0].of(Kind.OFFER)] == [1]
+    assert len(again.ports[0].of(Kind.LAYOUT)) == 1
+    again.send(0)
+    assert [frame.chunk for frame in again.ports[0].of(Kind.SENT)] == FRAMES[0]
+    again.ports[0].say(Kind.STAGED, step=1)
+    assert transfer.settled.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    assert (transfer.state, again.group.job.staged_step) == (TransferState.STAGED, 1)
+    assert again.group.job.attempts == (1,)
+    again.ports[0].say(Kind.DURABLE, step=1)
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert not again.back[1]
+    assert not member.of(Kind.DECLINE)
+    until(lambda: again.emitted() == [("staged", 1), ("durable", 1)])
+
+
+def test_a_step_that_became_durable_while_the_lead_was_lost_is_heard_of_later(again: Scene) -> None:
+    transfer = again.offer()
+    for index in range(STAGERS):
+        again.send(index)
+    again.ports[1].say(Kind.STAGED, step=1)
+    again.lose(0)
+    again.ports[0].say(Kind.DURABLE, step=1)  # its answer to the offer
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    assert (transfer.state, again.group.job.durable_step) == (TransferState.DURABLE, 1)
+    assert not again.ports[0].of(Kind.SENT)
+
+
+def test_a_lead_with_another_attempt_costs_the_step_and_all_stagers_are_met_again(again: Scene) -> None:
+    transfer, member = again.offer(), again.ports[1]
+    again.send(1)
+    again.attempt = 2
+    again.ports[0].dead = True
+    until(lambda: all(again.back) and again.group.job.problem is None)
+    assert transfer.state is TransferState.FAILED
+    assert transfer.released.is_set()
+    assert member.left
+    assert not any(port.of(Kind.OFFER) for ports in again.back for port in ports)
+    assert again.group.job.attempts == (1, 2)
+
+
+def test_a_lead_that_does_not_come_again_costs_the_step_after_a_while_and_the_others_are_left(
+    again: Scene,
+) -> None:
+    transfer, member = again.offer(), again.ports[1]
+    again.send(1)
+    again.closed.add(0)
+    again.ports[0].dead = True
+    until(lambda: again.group.job.problem)
+    time.sleep(0.05)
+    assert not transfer.ended.is_set()
+    assert not member.left
+    again.closed.add(1)
+    again.now = LOST_STAGER_SECONDS_MAX + 1
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    until(lambda: member.left)
+    assert [frame.step for frame in member.of(Kind.DECLINE)] == [1]
+    until(lambda: again.emitted() == [("failed", 1)])
+
+
+def test_beside_local_tiers_a_lost_lead_costs_the_step_at_once(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, again=True, tiers=["memory"])
+    transfer = scene.offer()
+    scene.lose(0, comes_again=False)
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX), "the next step needs its memory"
+    until(lambda: scene.ports[1].left)
+    scene.group.close(seconds_max=0.0)
