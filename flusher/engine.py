@@ -21,7 +21,7 @@ from flusher.flush_events import FlushEvents
 from flusher.flusher_context import FlusherContext
 from flusher.job_runner import JobRunner, Retry
 from flusher.jobs import Jobs
-from flusher.listener import DurableStep, EndedCheckpoints, FlushListener, LookedUp
+from flusher.listener import DurableStep, EndedCheckpoints, FlushListener, LookupResult
 from flusher.pipeline import Pipeline
 from flusher.ring_room import RingGrown
 from flusher.share_polls import PollAgain
@@ -327,7 +327,7 @@ class Engine:
                 self._runner.running -= 1
                 self._on_progress(key)
                 self._published(key)
-            case LookedUp(key, outcome):
+            case LookupResult(key, outcome):
                 self._report_outcome(key, outcome)
             case JobFailed(key):
                 self._runner.running -= 1

@@ -52,7 +52,7 @@ _KEPT = 256
 _REPEATED = 8  # more than can be in flight
 
 
-class LookedUp(NamedTuple):
+class LookupResult(NamedTuple):
     """Message for the inbox: how a checkpoint ended, according to the store."""
 
     key: CheckpointId
@@ -77,7 +77,7 @@ class EndedCheckpoints:
         return [(key, end) for key, end in ended if isinstance(end, DurableStep)][-_REPEATED:]
 
     def lookup(self, key: CheckpointId) -> DurableStep | HoldfastError | None:
-        """Return how a checkpoint ended; None: a thread asks the store, and the inbox gets a `LookedUp`."""
+        """Return how a checkpoint ended; None: a thread asks the store, and the inbox gets a `LookupResult`."""
         outcome = self._ended.get(key)
         if outcome is None:
             self._workers.submit((0, *key), lambda: self._look_up_in_store(key))
@@ -88,7 +88,7 @@ class EndedCheckpoints:
         try:
             manifest = self._jobs.known_manifest(key)
         except HoldfastError as error:
-            self._inbox.put(LookedUp(key, error))
+            self._inbox.put(LookupResult(key, error))
             return
         gone = PeerLost(f"{key}: was given up while no stager listened; the flusher's log says why")
-        self._inbox.put(LookedUp(key, DurableStep.of(manifest) if manifest else gone))
+        self._inbox.put(LookupResult(key, DurableStep.of(manifest) if manifest else gone))

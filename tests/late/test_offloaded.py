@@ -56,7 +56,7 @@ def test_offloaded_moments_stay_in_host_memory(
     before = late.device_bytes()
     peak_before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    bring_back(fresh, tmp_path, locked=locked_buffer if is_locked else None)
+    bring_back(fresh, tmp_path, allocate_pinned=locked_buffer if is_locked else None)
     assert [(one.device.type, one.flatten()[0].item()) for one in moments(fresh)] == [
         ("cpu", 4),
         ("cpu", 2),

@@ -99,7 +99,7 @@ SHARE_MUTATIONS = {
             (
                 (
                     "flusher.service",
-                    "                if not (continues and self._config.share.leads):\n",
+                    "                if not (continues and self._config.share.is_lead):\n",
                     "                if True:\n",
                 ),
             ),
