@@ -215,7 +215,7 @@ class StandingStager:
         assert hello is not None
         port = TcpTrainersPort(
             self._reactor,
-            # Of ranks with different attempts, the first one decides which the lead asks to continue.
+            # If the ranks name different attempts, the lead asks to continue the one that the first rank names.
             replace(hello, lead_attempt=0) if self._config.share.is_lead else hello,
             reconnect_seconds_max=self._config.reconnect_seconds_max,
             start_seconds_max=self._config.start_seconds_max,

@@ -111,7 +111,7 @@ class CatalogListing:
 
     @property
     def current(self) -> Sequence[ListedManifest]:
-        """Those of `manifests` on the line on which training continues. Raises as `branches`."""
+        """The `manifests` on the line on which training continues. Raises as `branches`."""
         branches = self.branches
         return (
             self.manifests

@@ -280,7 +280,7 @@ def test_a_job_that_goes_on_under_the_next_flusher_is_not_counted_as_lost(tmp_pa
 
 
 def await_kinds(channel: Channel, kind: str, *, most: float = math.inf) -> list[Message]:
-    """The flusher's messages up to the first one of this kind, so many at a time."""
+    """The flusher's messages up to the first one of this kind, read `most` at a time."""
     said: list[Message] = []
     deadline = time.monotonic() + SECONDS_MAX
     while all(message.kind != kind for message in said):
