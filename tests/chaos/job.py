@@ -170,12 +170,14 @@ class UnseenTear(Tear):
 
 
 def _wait_for_the_one_before(checkpointer: Checkpointer) -> None:
-    """Wait until the previous step is staged or given up, so that no step is declined on a slow machine or store."""
+    """Wait until the previous step is staged or given up, and its memory is free: a slow machine declines no step."""
     deadline = time.monotonic() + STAGED_SECONDS_MAX
     before, tiers = checkpointer._parts.areas.in_flight(), checkpointer._tiers
 
     def over() -> bool:
-        return all(flight.settled.is_set() for flight in before) and tiers.is_idle
+        return (
+            all(flight.settled.is_set() and flight.released.is_set() for flight in before) and tiers.is_idle
+        )
 
     while not over() and time.monotonic() < deadline:
         time.sleep(0.001)
