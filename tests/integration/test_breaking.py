@@ -172,7 +172,8 @@ def flusher(cluster: Cluster) -> psutil.Process:
 _ALONE = """
 import logging, os, signal, sys, time
 import torch
-from trainer_side import Checkpointer
+from trainer_side import Checkpointer, leaving
+leaving.EXIT_SECONDS_MAX = 60.0  # the second interrupt ends the wait, and not its limit on a slow machine
 value = torch.zeros(100_000)
 with Checkpointer({"value": value}) as checkpointer:
     checkpointer.restore()
