@@ -440,12 +440,7 @@ class NoMaintenance(Maintenance):
 
     def catch_up(self) -> None: ...
 
-    def attached(self, attempt: int) -> None: ...
-
     def make_room(self) -> None: ...
-
-    def end(self) -> None:
-        self.stop()
 
 
 class _ReadBackStore(ThrottledStore):

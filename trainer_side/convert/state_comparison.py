@@ -27,7 +27,6 @@ _BLOCK_ELEMENTS = 1 << 20
 _TEXT_CHARACTERS_MAX = 60
 _SHORT_ITEMS_MAX = 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ABSENT = object()
 
 
 class ComparedState:

@@ -2,8 +2,7 @@
 
 `throttled://` keeps its files on this machine, and accepts THROTTLED_BYTES_PER_SECOND, over all writers together.
 While the file THROTTLED_STALL exists, the store accepts nothing. While THROTTLED_SECONDS exists, each piece takes the
-seconds written in that file. While THROTTLED_SHARE exists, the store accepts the fraction of the bytes written in that
-file, as if another job wrote the others.
+seconds written in that file.
 """
 
 import os
@@ -28,9 +27,7 @@ class ThrottledFileSystem(LocalFileSystem):
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         with _LOCK:
-            share = os.environ.get("THROTTLED_SHARE")
-            part = float(Path(share).read_text()) if share and Path(share).exists() else 1.0
-            time.sleep(len(value) / float(os.environ["THROTTLED_BYTES_PER_SECOND"]) / part)
+            time.sleep(len(value) / float(os.environ["THROTTLED_BYTES_PER_SECOND"]))
             slow = os.environ.get("THROTTLED_SECONDS")
             if slow and Path(slow).exists():
                 time.sleep(float(Path(slow).read_text()))
