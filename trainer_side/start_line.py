@@ -22,8 +22,8 @@ def start_line(
 def _interval_text(config: TrainerConfig, every: int | None) -> str:
     if every is None:
         return (
-            f"as often as takes at most {config.overhead_max * 100:g} % of the time, at least every "
-            f"{config.every_seconds_max:g} s,"
+            f"at the interval with the smallest expected loss, for at most {config.overhead_max * 100:g} % of the "
+            f"time and at least every {config.every_seconds_max:g} s,"
         )
     if every == 0:
         return "where the script calls save(), and not by itself (every=0),"

@@ -65,9 +65,9 @@ def line(
         (
             line(None, fresh=True),
             (
-                "holdfast saves as often as takes at most 3 % of the time, at least every 3600 s, to s3://bucket/run "
-                "through the stager (attempt 1); starts from scratch, because the script says fresh=True; watches for "
-                "no preemption notices"
+                "holdfast saves at the interval with the smallest expected loss, for at most 3 % of the time and at "
+                "least every 3600 s, to s3://bucket/run through the stager (attempt 1); starts from scratch, because "
+                "the script says fresh=True; watches for no preemption notices"
             ),
         ),
     ],
