@@ -16,7 +16,7 @@ _ITERATION_SECONDS = 0.2
 # By model: checkpoints in a run by interval, and peers. BERT-large leaves no memory for two more copies of itself.
 _PEERS = ("torch.save+fsync", "checkfreq", "pccheck-like")
 _MODELS = {
-    "resnet50": ({1: 20, 2: 8, 10: 2}, (*_PEERS, "gpm-like", "gemini-like")),
+    "resnet50": ({1: 12, 2: 6, 10: 2}, (*_PEERS, "gpm-like", "gemini-like")),
     "resnet152": ({1: 6, 10: 2}, _PEERS),
     "bert-large": ({10: 2}, _PEERS[:2]),
 }
