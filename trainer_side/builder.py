@@ -25,7 +25,7 @@ from trainer_side.link.inbox import StagerInbox
 from trainer_side.link.stager_message import StagerMessage
 from trainer_side.link.to_stager import ToStager
 from trainer_side.notice.agreed_steps import AgreedSteps
-from trainer_side.notice.preemption_notices import PreemptionNotices
+from trainer_side.notice.open_sources import PreemptionNotices
 from trainer_side.pace.schedule import Schedule
 from trainer_side.proof.resume_check import ResumeCheck
 from trainer_side.ranks.joined import join_world

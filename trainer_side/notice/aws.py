@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from holdfast.notices.notice import Notice, NoticeKind
 from trainer_side.notice.http import HttpResponse, MetadataServer, json_object, unix_time
-from trainer_side.notice.source import SourceError
+from trainer_side.notice.watch import SourceError
 
 _ENDPOINT = "http://169.254.169.254"
 _ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"

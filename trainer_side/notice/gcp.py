@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from holdfast.notices.notice import Notice, NoticeKind
 from trainer_side.notice.http import MetadataServer
-from trainer_side.notice.source import SourceError
+from trainer_side.notice.watch import SourceError
 
 _HOST = "169.254.169.254"
 _HOST_VARIABLE = "GCE_METADATA_HOST"

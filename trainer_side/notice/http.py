@@ -18,7 +18,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer_side.notice.source import SourceError
+from trainer_side.notice.watch import SourceError
 
 _BODY_BYTES_MAX = 64 * 1024
 

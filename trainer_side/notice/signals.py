@@ -96,19 +96,18 @@ class SignalSource:
         if callable(self._previous_handler):
             self._previous_handler(number, frame)
         elif number == signal.SIGTERM and not (is_news or is_repeat):
-            signal.signal(
-                number, self._previous_handler if self._previous_handler is not None else signal.SIG_DFL
-            )
+            self.restore_handler()
             os.kill(os.getpid(), number)
+
+    def restore_handler(self) -> None:
+        """Restore the handler that was set before this one."""
+        signal.signal(self._number, self._previous_handler or signal.SIG_DFL)
 
 
 def _restore_sigterm() -> None:
     """Restore SIGTERM in a forked child, where Python's handler would wait for a running call, such as a long sleep."""
     if isinstance(source := getattr(signal.getsignal(signal.SIGTERM), "__self__", None), SignalSource):
-        signal.signal(
-            signal.SIGTERM,
-            source._previous_handler if source._previous_handler is not None else signal.SIG_DFL,
-        )
+        source.restore_handler()
 
 
 os.register_at_fork(after_in_child=_restore_sigterm)

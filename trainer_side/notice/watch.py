@@ -3,8 +3,9 @@
     sources.poll() ── new ──► on_notice (the link: NOTICE to the stager)
                    └─ SourceError ──► logged once, until the source answers again
 
-No failure of a source reaches the training: each poll is bounded, and an error is one log line. One rank of a machine
-polls the metadata servers (`is_first_on_machine`); each process watches its own signals.
+A source returns the same notice at each poll; the watch passes each on once. No failure of a source reaches the
+training: each poll is bounded, and an error is one log line. One rank of a machine polls the metadata servers
+(`is_first_on_machine`); each process watches its own signals.
 """
 
 from __future__ import annotations
@@ -14,15 +15,35 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
+from holdfast.errors import HoldfastError
 from holdfast.notices.notice import Notice
 from trainer_side.background_thread import BackgroundThread
-from trainer_side.notice.source import NoticeSource, SourceError
 
 _log = logging.getLogger("holdfast.trainer.watch")
 
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK", "SLURM_LOCALID")
 _CLOSE_SECONDS_MAX = 5.0
+
+
+class SourceError(HoldfastError):
+    """A source could not be polled, or gave an unreadable answer. Never leaves the watch."""
+
+    code = "watch"
+
+
+class NoticeSource(Protocol):
+    """A source of preemption notices. For the watch's thread alone."""
+
+    name: str
+
+    def poll(self) -> list[Notice]:
+        """Return the notices that the source shows now; mostly none.
+
+        SourceError: it did not answer in time, refused, or gave an unreadable answer.
+        """
+        ...
 
 
 def is_first_on_machine(environ: Mapping[str, str]) -> bool:

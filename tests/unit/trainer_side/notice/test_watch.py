@@ -18,8 +18,7 @@ from holdfast.errors import ConfigError
 from holdfast.notices.notice import Notice, NoticeKind
 from tests.support.fake_metadata import AWS_ACTION, AWS_TOKEN, FakeMetadata
 from trainer_side.notice.open_sources import open_watch
-from trainer_side.notice.source import SourceError
-from trainer_side.notice.watch import NoticeWatch, is_first_on_machine
+from trainer_side.notice.watch import NoticeWatch, SourceError, is_first_on_machine
 
 _SECONDS_MAX = 60.0
 
