@@ -22,8 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
+from holdfast.config import TrainerConfig
 from holdfast.image.entries import Extent
 from holdfast.net.address import Address
+from holdfast.net.handshake import JobStart
 from holdfast.process import wait_readable
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
@@ -131,19 +133,16 @@ def _tcp_stager(place: Path, host: str, chunks: int, chunk_bytes: int, *, with_t
 
 
 def _tcp_rank(place: Path, rank: int, chunk_bytes: int, *, with_tls: bool = False) -> None:
-    from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+    from trainer_side.ranks.tcp_stager_port import StagerTarget, connect_to_stager
 
-    port = TcpStagerPort.connect(
-        address=_told(place),
-        key=_KEY,
+    tls_ca = place / CERT if with_tls else None
+    port = connect_to_stager(
+        TrainerConfig(connections=CONNECTIONS, reconnect_seconds_max=30.0, tls_ca=tls_ca),
+        StagerTarget(_told(place), _KEY),
         rank=rank,
         ranks=RANKS,
-        launch="benchmark",
-        incarnation=b"1" * 16,
-        connections=CONNECTIONS,
-        reconnect_seconds_max=30.0,
-        start_seconds_max=_SECONDS_MAX,
-        tls_ca=place / CERT if with_tls else None,
+        start=JobStart("benchmark", b"1" * 16),
+        seconds_max=_SECONDS_MAX,
     )
     _send(port, chunk_bytes)
 

@@ -41,13 +41,11 @@ from trainer_side.ranks.peers import LonePeers, Peers
 from trainer_side.ranks.ports import no_stager_error
 from trainer_side.ranks.started_stager import (
     OwnShare,
-    StagerTarget,
     StartedStager,
-    connect_to_stager,
     living_share,
     starting_ranks,
 )
-from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+from trainer_side.ranks.tcp_stager_port import StagerTarget, TcpStagerPort, connect_to_stager
 
 _T = TypeVar("_T")
 

@@ -33,7 +33,7 @@ from holdfast.own_stager import OwnStagerEndpoint, find_own_stager, parse_first_
 from holdfast.supervised import ATTEMPT_VARIABLE, KEPT_VARIABLE
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, raise_agreed
-from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+from trainer_side.ranks.tcp_stager_port import StagerTarget, TcpStagerPort, connect_to_stager
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -377,40 +377,6 @@ class StartedStager:
             start=self._start._replace(generation=generation),
             seconds_max=seconds_max,
         )
-
-
-class StagerTarget(NamedTuple):
-    """A stager to connect to.
-
-    Attributes:
-        address: `HOST:PORT`.
-        key: None: the key of a stager of this user on this machine.
-        lead_attempt: As `Hello.lead_attempt`.
-    """
-
-    address: str
-    key: bytes | None
-    lead_attempt: int = 0
-
-
-def connect_to_stager(
-    config: TrainerConfig, target: StagerTarget, *, rank: int, ranks: int, start: JobStart, seconds_max: float
-) -> TcpStagerPort:
-    """Connect to a stager, with the settings of `config`; raises as `TcpStagerPort.connect`."""
-    return TcpStagerPort.connect(
-        address=target.address,
-        key=target.key,
-        rank=rank,
-        ranks=ranks,
-        launch=start.launch,
-        incarnation=start.incarnation,
-        generation=start.generation,
-        lead_attempt=target.lead_attempt,
-        connections=config.connections,
-        reconnect_seconds_max=config.reconnect_seconds_max,
-        start_seconds_max=seconds_max,
-        tls_ca=config.tls_ca,
-    )
 
 
 def _own_host(*, is_master: bool) -> str:

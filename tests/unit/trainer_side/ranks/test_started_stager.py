@@ -18,12 +18,11 @@ from trainer_side.ranks.peers import LonePeers
 from trainer_side.ranks.started_stager import (
     OwnShare,
     StagerStarter,
-    StagerTarget,
     StartedStager,
     living_share,
     starting_ranks,
 )
-from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+from trainer_side.ranks.tcp_stager_port import StagerTarget, TcpStagerPort
 
 RANK_0 = OwnShare()
 NAMED, OWN = "node-9:29411", OwnStagerEndpoint("127.0.0.1:7", "k" * 32)
