@@ -233,9 +233,9 @@ def main() -> None:
 
             _serve(MpiTrainersPort.join(_SECONDS_MAX), a.chunks, a.chunk_bytes)
         else:
-            from trainer_side.ranks.mpi_world import MpiWorld
+            from trainer_side.ranks.joined import join_world
 
-            _send(MpiWorld.join(_SECONDS_MAX).port(), a.chunk_bytes)
+            _send(join_world(TrainerConfig(start_seconds_max=_SECONDS_MAX)).port(), a.chunk_bytes)
     elif a.way == "bare":
         if a.role == "stager":
             _bare_stager(a.place, a.host, a.chunks, a.chunk_bytes)

