@@ -42,16 +42,10 @@ class Advice:
 
 
 def advise(
-    cost: Cost,
-    hazard: Hazard,
-    *,
-    overhead_max: float = _OVERHEAD_MAX,
-    every_max: int = _EVERY_MAX,
-    survives_staged: bool = True,
+    cost: Cost, hazard: Hazard, *, overhead_max: float = _OVERHEAD_MAX, every_max: int = _EVERY_MAX
 ) -> Advice:
     """Return the interval with the smallest expected loss within the bound; without known losses, the shortest within
-    it. `overhead_max`: the bound, as a share of training time; 0.03 means 3 %. `survives_staged`: whether a staged
-    checkpoint survives an interruption; otherwise only a durable one does.
+    it. `overhead_max`: the bound, as a share of training time; 0.03 means 3 %.
 
     Raises:
         ConfigError: The bound cannot be kept; the message says which bound can.
@@ -60,13 +54,12 @@ def advise(
     if hazard.per_hour > 0:
         mtbf_seconds = _HOUR_SECONDS / hazard.per_hour
         every = best_interval(cost, mtbf_seconds, at_least=every, every_max=every_max)
-    return advice_at(cost, hazard, every, survives_staged=survives_staged)
+    return advice_at(cost, hazard, every)
 
 
-def advice_at(cost: Cost, hazard: Hazard, every: int, *, survives_staged: bool = True) -> Advice:
-    """Return the reasons for a given interval. Other arguments as for `advise`."""
-    safe_seconds = cost.staged_seconds if survives_staged else cost.durable_seconds
-    lost_seconds = cost.cycle_seconds(every) / 2 + safe_seconds
+def advice_at(cost: Cost, hazard: Hazard, every: int) -> Advice:
+    """Return the reasons for a given interval."""
+    lost_seconds = cost.cycle_seconds(every) / 2 + cost.staged_seconds
     price = hazard.dollars_per_hour
     lost_dollars = None if price is None else lost_seconds * price / _HOUR_SECONDS
     return Advice(every, cost.overhead(every), lost_seconds, lost_dollars)

@@ -40,16 +40,12 @@ class Governor:
 
     Args:
         hazard: How often training is interrupted; also an attribute, which the owner may replace at any time.
-        overhead_max: Largest share of training time that checkpoints may cost; 0.03 means 3 %.
-        every_seconds_max: The longest interval to accept. If no interval up to this one keeps `overhead_max`, this one
+        overhead_max: Largest share of training time that checkpoints may cost, above 0; 0.03 means 3 %.
+        every_seconds_max: The longest interval to accept, above 0. If no interval up to this one keeps `overhead_max`, this one
             is used, and `Change.problem` says so.
     """
 
     def __init__(self, hazard: Hazard, *, overhead_max: float, every_seconds_max: float) -> None:
-        if not 0 < overhead_max < math.inf:
-            raise ConfigError(f"overhead_max: expected more than 0, such as 0.03 for 3 %, got {overhead_max}")
-        if not 0 < every_seconds_max < math.inf:
-            raise ConfigError(f"every_seconds_max: expected more than 0 seconds, got {every_seconds_max}")
         self.hazard, self._overhead_max, self._every_seconds_max = hazard, overhead_max, every_seconds_max
         self._longer_streak = self._shorter_streak = 0
 

@@ -52,23 +52,13 @@ class Hazard:
         return cls(1 / mtbf_hours, dollars_per_hour, description)
 
     @classmethod
-    def from_observed(
-        cls,
-        observed: FailureCount,
-        dollars_per_hour: float | None = None,
-        *,
-        prior_mtbf_hours: float = PRIOR_MTBF_HOURS,
-    ) -> Hazard:
-        """Build from the posterior mean given `observed`. Raises `ConfigError`: `prior_mtbf_hours` is 0 or less."""
-        if not 0 < prior_mtbf_hours < math.inf:
-            raise ConfigError(
-                f"mean time between interruptions: expected more than 0 hours, got {prior_mtbf_hours}"
-            )
+    def from_observed(cls, observed: FailureCount, dollars_per_hour: float | None = None) -> Hazard:
+        """Build from the posterior mean given `observed`."""
         hours = observed.seconds / _HOUR_SECONDS
-        per_hour = (_PRIOR_FAILURES + observed.failures) / (_PRIOR_FAILURES * prior_mtbf_hours + hours)
+        per_hour = (_PRIOR_FAILURES + observed.failures) / (_PRIOR_FAILURES * PRIOR_MTBF_HOURS + hours)
         description = (
             f"failures: {observed.failures} in {_format_hours(hours)} observed, "
-            f"prior 1 in {_format_hours(prior_mtbf_hours)} → one in {_format_hours(1 / per_hour)}"
+            f"prior 1 in {_format_hours(PRIOR_MTBF_HOURS)} → one in {_format_hours(1 / per_hour)}"
         )
         return cls(per_hour, dollars_per_hour, description)
 
