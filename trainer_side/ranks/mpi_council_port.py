@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from holdfast.wire.frames import CONTROL_TAG
-from trainer_side.ranks.mpi import LOST, MPI, PAUSE_SECONDS_MIN, lost_peer
+from trainer_side.ranks.mpi import LOST, MPI, PAUSE_SECONDS, lost_peer
 
 
 class MpiCouncilPort:
@@ -59,7 +59,7 @@ class MpiCouncilPort:
         deadline = time.monotonic() + seconds_max
         while self._sending and time.monotonic() < deadline:
             self.poll()
-            time.sleep(PAUSE_SECONDS_MIN)
+            time.sleep(PAUSE_SECONDS)
 
     def _acknowledge_failures(self, error: MPI.Exception, rank: int | None = None) -> None:
         """Acknowledge dead ranks, so that ANY_SOURCE probes work again."""

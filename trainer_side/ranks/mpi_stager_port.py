@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from holdfast.errors import PeerLost, ProtocolError
 from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Kind, data_tag, encode, payload_message_count
-from trainer_side.ranks.mpi import MPI, PAUSE_SECONDS_MIN, lost_peer
+from trainer_side.ranks.mpi import MPI, PAUSE_SECONDS, lost_peer
 
 _log = logging.getLogger("holdfast.trainer.mpi")
 
@@ -115,6 +115,6 @@ class MpiStagerPort:
                 self.poll()
                 for handle in list(self._payloads):
                     self.is_sent(handle)
-                time.sleep(PAUSE_SECONDS_MIN)
+                time.sleep(PAUSE_SECONDS)
         except (PeerLost, ProtocolError) as error:
             _log.debug("left without a good-bye: %s", error)
