@@ -23,7 +23,7 @@ from holdfast.crc import crc32
 from holdfast.errors import StateError
 from holdfast.image.entries import REPLICATED, SPLIT, TEXT_MAX
 from holdfast.image.regions import Region
-from holdfast.wire.held_regions import HeldRegions
+from holdfast.wire.state_messages import HeldRegions
 from holdfast.wire.state_union import Stage
 from trainer_side.state.optimizer_places import settings
 from trainer_side.state.per_rank import PerRank
