@@ -251,20 +251,16 @@ class Layout:
         """Return the bytes that a rank sends of a split segment; None if it sends none."""
         number, pattern = self._split(segment)
         region = pattern.region_of.get(rank)
-        share = None if region is None else pattern.share(rank, number, self.spared)
+        shares = () if region is None else pattern.shares(region, number, self.spared)
+        share = next((share for share in shares if share.rank == rank), None)
         if region is None or share is None:
             return None
         first, end = self._share_within(segment, region, share)
         if first >= end:
             return None
         start = self.entries[number].offset
-        extents = pattern.combs[region].extents(first, end)
-        return SentPart(
-            number,
-            first,
-            end - first,
-            tuple(Extent(start + extent.offset, extent.nbytes) for extent in extents),
-        )
+        places = (Extent(start + at, nbytes) for at, nbytes in pattern.combs[region].extents(first, end))
+        return SentPart(number, first, end - first, tuple(places))
 
     def _split(self, segment: Segment) -> tuple[int, Pattern]:
         assert segment.entry is not None
@@ -300,12 +296,9 @@ class Layout:
         for chunk in range(self.chunks):
             by_rank: dict[int, list[Extent]] = {}
             for segment in self.segments(chunk):
-                mine = by_rank.setdefault(self.sender(chunk, segment), [])
-                if mine and mine[-1].end == segment.offset:
-                    mine[-1] = Extent(mine[-1].offset, mine[-1].nbytes + segment.nbytes)
-                else:
-                    mine.append(Extent(segment.offset, segment.nbytes))
-            result.append({rank: tuple(extents) for rank, extents in by_rank.items()})
+                extent = Extent(segment.offset, segment.nbytes)
+                by_rank.setdefault(self.sender(chunk, segment), []).append(extent)
+            result.append({rank: tuple(merge_adjacent(extents)) for rank, extents in by_rank.items()})
         return tuple(result)
 
     @cached_property

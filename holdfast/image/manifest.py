@@ -110,10 +110,9 @@ class Manifest(_ManifestRecord):
     layout_digest: _Text
     write_id: _Text  # random, names this one write; also on the object itself if the store keeps metadata
     created: _Text
-    pgt1_seconds: Annotated[
-        float, Field(ge=0, allow_inf_nan=False)
-    ]  # from the first `save()` of a rank to staged
-    pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # to durable
+    # from the first `save()` of a rank to staged, and to durable
+    pgt1_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     # numbers that the script gave for this state, such as its validation loss
     metrics: Metrics = Field(default_factory=dict)
     # the rule by which the writer kept the best checkpoints of the run; None without one

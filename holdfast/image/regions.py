@@ -248,13 +248,6 @@ class Pattern:
             for part in range(parts)
         ]
 
-    def share(self, rank: int, turn: int, spared: Collection[int] = ()) -> Share | None:
-        """Return the share of this rank, as in `shares`; None if the rank sends nothing."""
-        number = self.region_of.get(rank)
-        if number is None:
-            return None
-        return next((share for share in self.shares(number, turn, spared) if share.rank == rank), None)
-
     def to_json(self) -> list[Any]:
         """Return a JSON document for `from_json`."""
         regions = [

@@ -206,9 +206,7 @@ class ReplicaComparer:
     def __init__(self) -> None:
         self._watched: dict[str, tuple[int, ...]] = {}
         self._reported: set[tuple[int, str]] = set()
-        self._unresolved: dict[
-            str, int
-        ] = {}  # path → step at which the tensor drifted, if it may still differ
+        self._unresolved: dict[str, int] = {}  # path → step at which it drifted, if it may still differ
 
     def read(self, layout: Layout, text: Any) -> tuple[int, ...]:
         """Read one rank's fingerprints. Raises `ProtocolError` as `decode`."""

@@ -253,9 +253,7 @@ class Agreement:
     # Paths of tensors that differ between ranks; rank 0's bytes are saved.
     rank0_only: tuple[str, ...] = ()
     patterns: tuple[Pattern, ...] = ()
-    split_rows: tuple[
-        tuple[int, int], ...
-    ] = ()  # `(row of the table, index into patterns)` of the split tensors
+    split_rows: tuple[tuple[int, int], ...] = ()  # `(row of the table, index into patterns)`
     # No agreement yet: the ranks have different tensors, and each must propose again with a `Stage`.
     asks_stages: bool = False
     # Union of the ranks' trees, if they have different tensors; rows then refer to its table.

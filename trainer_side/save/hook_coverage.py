@@ -54,9 +54,8 @@ class HookCoverage:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._clean_counts: dict[
-            int, int
-        ] = {}  # optimizer → after how many saves its hook came before any change
+        # Optimizer → after how many saves its hook came before any change.
+        self._clean_counts: dict[int, int] = {}
         self._graph_captured: set[int] = set()  # optimizers whose step is part of a graph
         self._clean_needed = 1
         self._proven_for: TearCheck | None = None  # the plan for which coverage is proven

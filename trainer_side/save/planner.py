@@ -150,11 +150,8 @@ class Planner:
             return self._renew(tree)
         try:
             planned = self._renew(tree)
-        except Outgrown:
-            self._tiers.council.confirm_ready(None)
-            raise
         except HoldfastError as error:
-            self._tiers.council.confirm_ready(error)
+            self._tiers.council.confirm_ready(None if isinstance(error, Outgrown) else error)
             raise
         self._tiers.council.confirm_ready(None)
         return planned

@@ -121,9 +121,8 @@ def split_step(
             wait_for_more()
         return None
     step: Any = type(optimizer).step
-    step = (
-        step.__wrapped__ if getattr(step, "hooked", False) else step
-    )  # below the wrapper that calls the hooks
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # below the wrapper that calls the hooks
     while True:
         blocked = {id(parameter) for parameter in left if held(parameter)}
         free = {id(parameter) for parameter in left} - blocked

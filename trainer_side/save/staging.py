@@ -84,9 +84,8 @@ class CopyEngine:
     """
 
     def __init__(self, *, device_bytes_max: int | None = None) -> None:
-        self.hash_histories: dict[
-            tuple[str, int, int], HashHistory
-        ] = {}  # by `DeviceDedup`; all areas share it
+        # By `DeviceDedup`; all areas share it.
+        self.hash_histories: dict[tuple[str, int, int], HashHistory] = {}
         self._device_bytes_max = device_bytes_max
         self._on_device: DeviceCopy | None = None
         self._now: NowBatches | None = None

@@ -86,9 +86,8 @@ class AreaUse:
         self.transfer, self.tier_write = transfer, tier_write
         kept = [tier_write.released] if tier_write is not None else []
         self.released = _AllEvents([transfer.released, *kept])  # nothing reads the area any more
-        self.settled = _AllEvents(
-            [transfer.settled, *kept]
-        )  # its outcome is known, at the stager and in the tiers
+        # Its outcome is known, at the stager and in the tiers.
+        self.settled = _AllEvents([transfer.settled, *kept])
 
     @property
     def step(self) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from holdfast import supervised as diary
 from trainer_side.state.tree import unwrap_per_rank
-from trainer_side.state.value_crc import tensor_crc, tensors_in
+from trainer_side.state.value_crc import leaves_in, tensor_crc
 
 _ATTRIBUTES_MAX = 10_000
 
@@ -77,6 +77,7 @@ def note_call(module: torch.nn.Module, args: tuple[Any, ...], named: Mapping[str
     if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
         return
     crc = _calls.pop() if len(_calls) == _CALLS_MAX else 0
-    for tensor in tensors_in([args, named]):
-        crc = tensor_crc(tensor, crc)
+    for leaf in leaves_in([args, named]):
+        if isinstance(leaf, torch.Tensor):
+            crc = tensor_crc(leaf, crc)
     _calls.append(crc)

@@ -120,24 +120,18 @@ class Stages:
             return done[id(node)]
         if plan is None or not isinstance(node, dict | list | tuple):
             return node
-        if isinstance(node, dict):
-            changed, versions = {}, plan[2]
-            for key, below in plan[1]:
-                if key in node:
-                    value = self._fill_node(node[key], below, done)
-                    if value is not node[key]:
-                        changed[key] = value
-                elif _has_rows(below):
-                    changed[key] = self._build(below)
-        else:
-            changed, versions = {}, {}
-            for key, (one, below) in enumerate(zip(node, plan[1], strict=False)):
-                value = self._fill_node(one, below, done)
-                if value is not one:
+        here, is_dict = dict(children(node)), isinstance(node, dict)
+        changed: dict[Any, Any] = {}
+        for key, below in plan[1] if is_dict else enumerate(plan[1]):
+            if key in here:
+                value = self._fill_node(here[key], below, done)
+                if value is not here[key]:
                     changed[key] = value
+            elif is_dict and _has_rows(below):
+                changed[key] = self._build(below)
         filled = with_changes(node, changed) if changed else node
-        if changed and hasattr(filled, _VERSIONS):
-            setattr(filled, _VERSIONS, OrderedDict({**versions, **getattr(node, _VERSIONS)}))
+        if is_dict and changed and hasattr(filled, _VERSIONS):
+            setattr(filled, _VERSIONS, OrderedDict({**plan[2], **getattr(node, _VERSIONS)}))
         done[id(node)] = filled
         return filled
 

@@ -9,7 +9,6 @@ Ranks with equal tables get equal layouts (docs/design/003-one-layout-torch-zip.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import json
 import math
@@ -74,7 +73,7 @@ def _memory_of(part: StoragePart, slot: TensorSpec) -> torch.Tensor | tuple[int,
     numbers = math.prod(slot.shape)
     if not numbers:
         return 0, 0
-    dtype = _dtype(slot.dtype)
+    dtype: torch.dtype = getattr(torch, slot.dtype)
     sizes, device = slot.shape, part.storage.device
     if 0 in slot.stride:  # memory holds the elements that `expand` repeats once
         sizes = tuple(size if stride else 1 for size, stride in zip(sizes, slot.stride, strict=True))
@@ -87,12 +86,6 @@ def _memory_of(part: StoragePart, slot: TensorSpec) -> torch.Tensor | tuple[int,
     tensor = torch.empty(0, dtype=dtype, device=device)
     tensor.set_(part.storage, begin // dtype.itemsize, sizes, slot.stride)
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-@functools.cache
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _host_crc(memory: torch.Tensor | tuple[int, int]) -> int:
@@ -111,7 +104,11 @@ def device_crcs(memories: Sequence[torch.Tensor]) -> Iterator[int]:
             yield next(crcs)
             continue
         if buffers is None:
-            buffers = [_buffer(_PIECE_BYTES, memory.device) for _ in range(2)]
+            pinned = memory.device.type == "cuda"
+            buffers = [
+                torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                for _ in range(2)
+            ]
         yield _large_crc(memory, buffers)
 
 
@@ -153,10 +150,6 @@ def _large_crc(memory: torch.Tensor, buffers: Sequence[torch.Tensor]) -> int:
             arrived.synchronize()
         crc = crc32(buffers[place % 2].numpy().data[: piece.numel()], crc)
     return crc
-
-
-def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 class TensorTable(NamedTuple):
