@@ -72,7 +72,7 @@ class HashHistory:
 
 
 class _PendingHashes(NamedTuple):
-    """An entry whose hashes are on their way to the host; `hash_count` is their number."""
+    """An entry whose hashes are on their way to the host."""
 
     entry: int
     place: Place
@@ -127,9 +127,8 @@ class DeviceDedup:
         return counted
 
     def find_unchanged(self, sources: Sources, versions: Mapping[int, int]) -> frozenset[int]:
-        """Queue the hashes on the current stream; returns the entries that need not be copied into the area.
-
-        `versions`: Result of `versions`; entries that are missing in it are copied.
+        """Queue the hashes on the current stream; return the entries that need not be copied into the area. `versions`:
+        Result of `versions`; entries that are missing in it are copied.
         """
         self._pending, self._hashes = [], None
         spared: set[int] = set()
@@ -167,9 +166,8 @@ class DeviceDedup:
         return frozenset(spared)
 
     def verify(self) -> None:
-        """Wait for the hashes and check them. Called when the copy has landed and before any byte of it is used.
-
-        SkippedBytesChanged: a tensor that was left out has changed.
+        """Check the hashes when the copy has landed, before any byte of it is used. SkippedBytesChanged: a tensor that
+        was left out has changed.
         """
         looked, arriving = self._pending, self._hashes
         self._pending, self._hashes = [], None
@@ -217,10 +215,7 @@ def _factors(device: torch.device) -> _Factors:
 
 
 def _hashes(memory: torch.Tensor) -> list[torch.Tensor]:
-    """A hash of each part of the bytes: one number of 64 bits, on the device.
-
-    OutOfMemoryError: there is no room for the products of a part.
-    """
+    """A hash of 64 bits of each part, on the device. OutOfMemoryError: there is no room for the products of a part."""
     factors = _factors(memory.device)
     hashes = []
     for begin in range(0, memory.numel(), _PART_BYTES):

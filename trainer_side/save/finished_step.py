@@ -49,16 +49,13 @@ class _FrozenStateful:
 
 
 class FinishedStep:
-    """The last finished step. Training thread.
-
-    `restore_values` changes `state`. `updates` counts steps of optimizers.
-    """
+    """The last finished step. Training thread. `updates` counts steps of optimizers."""
 
     def __init__(self, state: MutableMapping[str, Any], updates: Callable[[], int]) -> None:
         self._state, self._updates = state, updates
         self._snapshot: _StepSnapshot | None = None
         self._tensors: list[tuple[str, torch.Tensor]] = []
-        self._steps_to_relisting = 0  # steps
+        self._steps_to_relisting = 0
         self._slow: dict[str, int] = {}
 
     @property
@@ -73,10 +70,8 @@ class FinishedStep:
         values: dict[str, Any] = {}
         skipped: dict[str, str] = {}
         for name, value in self._state.items():
-            if _is_small(value):
-                why = self._note_value(name, value, values)
-                if why:
-                    skipped[name] = why
+            if _is_small(value) and (why := self._note_value(name, value, values)):
+                skipped[name] = why
         versions = [_version(tensor) for _, tensor in self._tensors]
         self._snapshot = _StepSnapshot(step, self._updates(), versions, values, skipped)
 

@@ -119,10 +119,7 @@ class Gate:
             self._wait(lambda: not self.closed)
 
     def update_order(self) -> dict[int, int]:
-        """Return each storage's place in the order of the last updates, by address. The gate is closed.
-
-        A copy in this order has usually released the first layer when the next update begins.
-        """
+        """Return each storage's place in the order of the last updates, by address. The gate is closed."""
         self.order_changed = False
         order: dict[int, int] = {}
         for optimizer in self._update_order:

@@ -119,8 +119,8 @@ class HookCoverage:
             _log.warning(
                 "%s was changed after save(%d), and %s: code that changes parameters outside of the step of their "
                 "optimizer does not wait for the copy. From now on save() returns only when its copy is done. To be "
-                "faster, call "
-                "checkpointer.wait_copied() before such changes, or make them in `with checkpointer.changing():`",
+                "faster, call checkpointer.wait_copied() before such changes, or make them in "
+                "`with checkpointer.changing():`",
                 path,
                 step,
                 how,
@@ -160,10 +160,8 @@ class _PendingComparison(NamedTuple):
 
 
 class CopyPolicy:
-    """Decides whether a copy may outlast `save()`: watches for changes of live tensors that no hook announces.
-
-    Training thread, unless a method says otherwise. `send_doubt` sends a doubt to all ranks, and is called in any
-    thread.
+    """Decides whether a copy may outlast `save()`: watches for changes of live tensors that no hook announces. Training
+    thread, unless a method says otherwise. `send_doubt` sends a doubt to all ranks; called in any thread.
     """
 
     def __init__(
@@ -196,10 +194,8 @@ class CopyPolicy:
             self._rates.append(seconds / max(1, nbytes))
 
     def must_copy_inside(self, nbytes: int, *, on_device: bool) -> bool:
-        """Whether `save()` waits for a copy of `nbytes`, regardless of the hooks.
-
-        `on_device`: Whether some of the live tensors are on a device. Their copy runs after all work queued there, so
-        `save()` would wait for that work, however quick the copy is.
+        """Whether `save()` waits for a copy of `nbytes`, regardless of the hooks. `on_device`: Some live tensors are on a
+        device, whose copy runs after all work queued there, so `save()` would wait long however quick the copy is.
         """
         with self._guard:
             if self._mode == "inside" or self._distrusted:
@@ -212,10 +208,8 @@ class CopyPolicy:
         """Leave the copy of this step behind the gate; return False if trust was lost meanwhile."""
         with self._guard:
             if not self._distrusted:
-                self._unverified_steps = (
-                    step if self._unverified_steps is None else self._unverified_steps[0],
-                    step,
-                )
+                first = step if self._unverified_steps is None else self._unverified_steps[0]
+                self._unverified_steps = first, step
             return not self._distrusted
 
     def schedule_comparison(
@@ -235,8 +229,7 @@ class CopyPolicy:
     def compare(self) -> bool:
         """Run the scheduled comparison; return whether all bytes are equal, except for changes that torch has counted.
 
-        Called before the first update after a save, or before the next save; no copy is in flight. The area still holds
-        the copy: only a later save reuses it.
+        No copy is in flight. The area still holds the copy: only a later save reuses it.
         """
         awaited, self._pending_comparison = self._pending_comparison, None
         if awaited is None or not awaited.is_complete():

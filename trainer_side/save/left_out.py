@@ -47,10 +47,9 @@ class RestoredTensors:
         }
 
     def describe_strays(self) -> list[str]:
-        """Return one sentence for each restored parameter that is no longer in the state.
-
-        Call it before the first step after `remember`: a parameter recreated from the restored one is recognised by its
-        bytes. Parameters on a device, and those that have become DTensors, are not read.
+        """Return one sentence for each restored parameter that is no longer in the state, before the first step after
+        `remember`. A parameter recreated from the restored one is recognised by its bytes, unless it is on a device or
+        has become a DTensor.
         """
         now = dict(module_parameters(self._state))
         path_of = {id(tensor): path for path, tensor in reversed([*now.items()])}
@@ -317,9 +316,6 @@ def _frozen_with_moments(state: Mapping[str, Any]) -> Iterator[str]:
                 f"{what}{more}: the checkpoint has moments of {name} for it, and requires_grad is False now: it was "
                 "trained when it was saved, and is frozen. If that is not meant, set requires_grad before restore()"
             )
-
-
-# -- helpers -----------------------------------------------------------------------------------------------------------
 
 
 def _optimizers(state: Mapping[str, Any]) -> Iterator[tuple[Optimizer, str]]:

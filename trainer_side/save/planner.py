@@ -52,10 +52,8 @@ class SavePlan:
 
 
 class Planner:
-    """Makes and reuses the plan of this rank. Training thread.
-
-    The tiers' council negotiates it with the other ranks. With local tiers the ranks agree among themselves, in the
-    same way before and after the stager is lost.
+    """Makes and reuses the plan of this rank. Training thread. The tiers' council negotiates it with the other ranks;
+    with local tiers the ranks agree among themselves, in the same way before and after the stager is lost.
     """
 
     def __init__(

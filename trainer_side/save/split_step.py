@@ -148,10 +148,8 @@ def _makes_state(optimizer: Optimizer) -> bool:
 
 
 def run_closure(arguments: StepArguments) -> tuple[StepArguments, bool]:
-    """Run the closure of a step now, since no piece of the step may precede the gradients.
-
-    The optimizers that `unsplittable_reason` accepts begin by calling it once, too. Returns arguments whose closure
-    only returns the loss, and True; without a closure the arguments unchanged, and False.
+    """Run the closure of a step now, since no piece of the step may precede the gradients. Return arguments whose
+    closure only returns the loss, and True; without a closure the arguments unchanged, and False.
     """
     args, kwargs = arguments
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -112,10 +112,8 @@ class Areas:
     def reset(
         self, make: Callable[[SliceWriter | None], Staging], count_max: int, *, in_slots: bool = False
     ) -> None:
-        """Drop all areas, and make the first new one. Nothing may still read the old ones.
-
-        `make` gets the slot whose memory becomes the area, if any. With `in_slots` all areas are slots of a tier, and
-        the first one is not made now.
+        """Drop all areas, which nothing reads any more, and make the first new one. `make` gets the slot whose memory
+        becomes the area, if any. With `in_slots` all areas are slots of a tier, and the first one is not made now.
         """
         assert not self.being_read(), "an area is still being sent"
         self._make, self.count_max = make, count_max
@@ -126,10 +124,8 @@ class Areas:
             self._areas.append(make(None))
 
     def acquire(self) -> Staging | None:
-        """Return an area that nothing reads; None if all are taken and no more are allowed.
-
-        Also None if more than `count_max` steps wait to be staged: the ring and the store are behind, and a further
-        step would only compete for them.
+        """Return an area that nothing reads; None if all are taken and no more are allowed, or if more than `count_max`
+        steps wait to be staged: a further step would only compete for the ring and the store.
         """
         if not self.has_room():
             return None
@@ -242,10 +238,10 @@ class StagingPool:
     def prepare(
         self, make: MakeArea, layout: Layout, area_bytes: int, count_max: int, *, pinned: bool
     ) -> None:
-        """Prepare areas and slots for a new plan, after `clear`.
+        """Prepare areas and slots for a new plan, after `clear`. `make` makes an area, in the given memory if any.
+        `count_max`: Result of `areas_max`. `pinned`: A device copies into the areas.
 
-        `make` makes an area, in the given memory if any. `count_max`: Result of `areas_max`. `pinned`: A device copies
-        into the areas. ConfigError: a local tier is too small for its first layout. StoreError: a tier's device failed.
+        ConfigError: a local tier is too small for its first layout. StoreError: a tier's device failed.
         """
         numbers = itertools.count()
 
@@ -287,13 +283,12 @@ class StagingPool:
     # -- for a step ----------------------------------------------------------------------------------------------
 
     def wait(self, step: int, seconds_max: float | None = None) -> float:
-        """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once.
+        """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once. With `seconds_max`,
+        wait up to this long regardless of the settings. Return how long training waited; 0 with `seconds_max`, when
+        training is over.
 
-        With `seconds_max`, wait up to this long regardless of the settings. If all areas are taken, the wait ends when
-        the oldest step is staged or given up (every rank has sent it then, and the stager has room), or when another
-        rank has declined `step`. PoolFull: neither came within `full_seconds_max`, or `seconds_max`.
-
-        Returns how long training waited; 0 with `seconds_max`, when training is over.
+        The wait ends when the oldest step is staged or given up (every rank has sent it then, and the stager has room),
+        or when another rank has declined `step`. PoolFull: neither came within `full_seconds_max`, or `seconds_max`.
         """
         if seconds_max is None and self._config.on_full == "skip":
             return 0.0
@@ -325,10 +320,7 @@ class StagingPool:
         return waited_seconds
 
     def reserve(self, step: int, record: SaveRecord) -> Reservation:
-        """Reserve an area for this step, and the free slots of the tiers. Follow with `send` or `release`.
-
-        PoolFull: all areas are taken.
-        """
+        """Reserve an area for this step, and the free slots of the tiers. PoolFull: all areas are taken."""
         if self._tiers.is_direct:
             place = self._reserve_slot_area(step, record)
         else:

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 _WORDS = 4  # of one piece
 _DRAWN_OF = 1 << 24
 _LOOKS_MAX = 4096  # cached batches; they keep no tensor alive
-# at one save, others at the next: each costs a call or two of torch
-_DEVICE_PIECES_MAX = 32
+_DEVICE_PIECES_MAX = 32  # at one save, others at the next: each costs a call or two of torch
 _COMPARED_BYTES = 32 << 20  # of a tensor on a device, compared at a time
 _UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _version = attrgetter("_version")
@@ -56,9 +55,7 @@ compare_bytes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 class TearCheck:
     """The checks in each save of one plan. Training thread. `gated`: Per entry, whether it is copied behind the gate.
-
-    `watched`: Fingerprinted entry → its bytes on this rank, which must be of the saved instant even if another rank
-    sends them.
+    `watched`: Fingerprinted entry → its bytes on this rank; of the saved instant even if another rank sends them.
     """
 
     def __init__(
@@ -163,10 +160,8 @@ class BatchChecks(NamedTuple):
 
 
 class SavedInstant:
-    """Counters and words of the tensors at one `save()`; keeps the tensors alive until they are copied or compared.
-
-    Made by `TearCheck.capture_instant`. Any thread may call its methods. Each check returns the path of a tensor, or
-    "".
+    """Counters and words of the tensors at one `save()`; keeps the tensors alive until they are copied or compared. Any
+    thread. Each check returns the path of a tensor, or "".
     """
 
     def __init__(
@@ -220,9 +215,8 @@ class SavedInstant:
         return self._first_wrong_path(places, here != self._words[places])
 
     def find_uncounted_change(self, area: torch.Tensor) -> str:
-        """Return a tensor that differs from the staging area though torch has counted no change. Reads all bytes.
-
-        Training thread, on the training's stream. The area has all bytes of this instant.
+        """Return a tensor that differs from the staging area though torch has counted no change. Reads all bytes, on the
+        training's stream. Training thread.
         """
         versions = _versions(self._tensors)
         counted = {
@@ -262,10 +256,7 @@ class SavedInstant:
 
 
 class DeviceWords:
-    """Words of some device tensors, on their way to the host in the order of the current stream.
-
-    `within`: Where they begin in each piece.
-    """
+    """Words of some device tensors, on their way to the host in stream order. `within`: Their begins in each piece."""
 
     def __init__(
         self, places: Sequence[int], check: TearCheck, sources: Sequence[StorageSource], within: _Places

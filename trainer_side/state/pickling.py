@@ -163,7 +163,7 @@ _BUILTINS = re.compile(rb"c(?:__builtin__|builtins)\n\w+")
 
 
 class _StopAfterPickle(Exception):
-    """Ends torch.save after the pickle; not an error."""
+    """Ends torch.save after the pickle."""
 
 
 class Pickling:

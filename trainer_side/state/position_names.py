@@ -93,9 +93,8 @@ def positions(
 
 
 def _inner_names(state: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Name the parameters of modules inside the script's objects by the attributes that lead there.
-
-    For parameters whose object saves them as copies, or not at all.
+    """Name the parameters of modules inside the script's objects, which may save copies or nothing, by the attributes
+    that lead there.
     """
     names: dict[int, list[str]] = {}
     for path, value in reachable_with_paths(unwrap_per_rank(state)):
@@ -125,10 +124,7 @@ def _list_positions(
 
 
 def tensor_lists(at: str, value: Any, tree: Any) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:
-    """Yield the lists of several tensors, and nothing else, in the tree of an object of the script, with their paths.
-
-    `at`: Name of the object `value` in the state.
-    """
+    """Yield the lists of several tensors in the tree of a script's object `value`, named `at`, with their paths."""
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
         return  # they have names, or numbers, of their own
     seen: set[int] = set()
@@ -170,9 +166,8 @@ def _own_name(group: Mapping[str, Any], number: int) -> list[str]:
 
 
 class SavedNames:
-    """The names in one rank's files, rebuilt when its optimizers get other parameters. Training thread.
-
-    `is_writer`: Whether this rank writes data.pkl; other ranks need no names.
+    """The names in one rank's files, rebuilt when its optimizers get other parameters. Training thread. Only a rank
+    that `is_writer` of data.pkl needs names.
     """
 
     def __init__(self, state: Mapping[str, Any], *, is_writer: bool) -> None:

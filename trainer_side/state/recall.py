@@ -42,10 +42,8 @@ _KEPT = frozenset({bool, int, float, type(None), PendingNumber})
 
 
 class Snapshot(NamedTuple):
-    """A copy of a tree's containers, for a later pickle of the tree as it is now.
-
-    Tensors are replaced by their `StandIn`, so a copy keeps none alive. Containers that hold only tensors, all the way
-    down, are the same at every save: they are copied once.
+    """A copy of a tree's containers, for a later pickle of the tree as it is now. Tensors are replaced by their
+    `StandIn`. Containers that hold only tensors, all the way down, are the same at every save: they are copied once.
     """
 
     tree: Any  # the copy; a container that occurs several times is still one object
@@ -57,9 +55,8 @@ class _UnknownClassError(ValueError):
 
 
 def snapshot(tree: Any, known: Mapping[int, Any]) -> Snapshot | None:
-    """Copy the containers of `tree`; None if it holds a value of an unknown class, or itself.
-
-    `known`: By id(), the replacement of a tensor or a container.
+    """Copy the containers of `tree`; None if it holds a value of an unknown class, or itself. `known`: By id(), the
+    replacement of a tensor or a container.
     """
     copying = _TreeCopier(known)
     try:
@@ -180,10 +177,7 @@ class _StorageStandIn:
 
 
 class FastPickling:
-    """A pickler's view of a tree: its tensors become placeholders, all else is pickled as it is.
-
-    `stand_ins`: One per tensor; a tensor that occurs twice has the same one.
-    """
+    """Pickles a tree with a placeholder for each tensor; a tensor that occurs twice has the same one."""
 
     def __init__(self, stand_ins: list[StandIn], protocol: int) -> None:
         self._stand_ins, self._protocol = stand_ins, protocol
@@ -205,10 +199,8 @@ class FastPickling:
         return dict(zip(map(id, tensors), self._stand_ins, strict=True))
 
     def pickle(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
-        """Return the pickle of `value` and the classes in it (see `Pickling.kinds`), except tensors'. Any thread.
-
-        `value`: A tree, with tensors or their stand-ins. `stand_ins`: Stand-ins of its tensors, by id(). Raises one of
-        `REFUSED` where `Pickling.pickle` would, too.
+        """Return the pickle of a tree, and its classes (`Pickling.kinds`) except tensors'. Any thread. `stand_ins`: Those
+        of its tensors, by id(). Raises one of `REFUSED` where `Pickling.pickle` would, too.
         """
         try:
             out, kinds = self._dump(value, stand_ins)
@@ -394,11 +386,8 @@ class Recall:
     def pickle(self, tree: Mapping[str, Any], contents: TreeContents) -> tuple[bytes, set[Any]] | None:
         """Return the bytes of `Pickling.pickle`, and the classes of values; None if that must report an error."""
         resolve_pending(tree)
-        return (
-            None
-            if self._fast_pickling is None
-            else self._pickled(tree, self._fast_pickling.stand_ins(contents.tensors))
-        )
+        ready = self._fast_pickling
+        return None if ready is None else self._pickled(tree, ready.stand_ins(contents.tensors))
 
     def snapshot(self, tree: Mapping[str, Any], contents: TreeContents) -> Snapshot | None:
         """Copy the tree as it is now; None if a copy of its containers may lose something."""

@@ -80,10 +80,8 @@ class Skeleton:
 
 
 class DeferredPickle:
-    """A data.pkl that any thread makes later, once.
-
-    `recall`: Has recognised the tree. A failed pickle invalidates the recall, so the next capture is a full one.
-    `snapshot`: The tree at the capture.
+    """A data.pkl that any thread makes later, once, of a `snapshot` of the tree, which the `recall` has recognised. A
+    failed pickle invalidates the recall, so the next capture is a full one.
     """
 
     def __init__(self, recall: Recall, snapshot: Snapshot, skeleton: Skeleton, trailer: bytes) -> None:
@@ -141,9 +139,9 @@ def plan(
     agreed: Agreement,
     trailer: bytes = b"",
 ) -> Skeleton:
-    """Lay out the image. Ranks that hold the same tensors get the same layout and the same literals.
+    """Lay out the image. Ranks that hold the same tensors get the same layout and the same literals. Training thread;
+    moves no tensor bytes.
 
-    Training thread; moves no tensor bytes, so the cost grows with the number of tensors, not with their size.
     `agreed`: The room for data.pkl and for each `PerRank` value, and how tensors are split. Outgrown: on rank 0,
     data.pkl does not fit its reserve. StateError: a value cannot be saved, or not be loaded with `weights_only=True`;
     names its path.

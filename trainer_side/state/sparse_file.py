@@ -101,9 +101,8 @@ class ZipRecord(NamedTuple):
 
 
 class SparseFile(io.RawIOBase):
-    """A file-like object that keeps written bytes and only counts skipped ones; holes read as zeros.
-
-    Written front to back only, as a zip writer with data descriptors does. Not thread-safe.
+    """A file that keeps written bytes and only counts skipped ones; holes read as zeros. Written front to back only, as
+    a zip writer with data descriptors does. Not thread-safe.
     """
 
     def __init__(self) -> None:

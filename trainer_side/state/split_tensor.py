@@ -108,10 +108,8 @@ def is_split(value: object) -> bool:
 
 
 def manual_split(value: object) -> Split | None:
-    """Return a tensor that is split by hand as a `Split`; None for DTensors and tensors that are not split.
-
-    StateError: an object with a chunk list does not hold its part in one piece of its own memory; the message lacks the
-    path.
+    """Return a tensor that is split by hand as a `Split`; None for DTensors and tensors that are not split. StateError,
+    without the path: an object with a chunk list does not hold its part in one piece of its own memory.
     """
     if isinstance(value, Split):
         return value
@@ -163,10 +161,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def writable(value: object) -> AbstractContextManager[object]:
-    """Context in which `value`, a tensor or a module, can be filled in place, even if it was made in inference mode.
-
-    The tensors of other objects are left to their own `load_state_dict`.
-    """
+    """Context in which a tensor or a module can be filled in place, even if it was made in inference mode."""
     if isinstance(value, torch.nn.Module):
         tensors = [one for one in (*value.parameters(), *value.buffers()) if not is_lazy(one)]
         made_in_mode = any(tensor.is_inference() for tensor in tensors)

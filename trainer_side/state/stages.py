@@ -25,9 +25,8 @@ _VERSIONS = "_metadata"  # where torch.nn.Module keeps the versions of modules, 
 
 
 def outline(tree: Any) -> Any:
-    """Return the containers of a tree of plain tensors as JSON, see `state_union`. A container counts once.
-
-    StateError: a key is neither text nor a whole number, or the tree is too deep; names the place.
+    """Return the containers of a tree of plain tensors as JSON, see `state_union`. A container counts once. StateError:
+    a key is neither text nor a whole number, or the tree is too deep; names the place.
     """
     numbers = iter(range(1 << 62))
     seen: set[int] = set()
@@ -84,9 +83,8 @@ class Stages:
         return [*self._paths]
 
     def fill(self, tree: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the tree with the tensors of all ranks; None if this rank's tensors are not those agreed on.
-
-        `tree`: With blobs in place of `PerRank` values.
+        """Return the tree, which has blobs in place of `PerRank` values, with the tensors of all ranks; None if this
+        rank's tensors are not those agreed on.
         """
         if self._rank == 0:
             done: dict[int, Any] = {}

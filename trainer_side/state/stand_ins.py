@@ -78,10 +78,8 @@ class DTensorPlaces:
 
     @classmethod
     def of(cls, tree: Any, stand_ins: Mapping[str, torch.Tensor]) -> DTensorPlaces | None:
-        """Return the places in an expanded tree. `stand_ins`: Path → stand-in of a split tensor.
-
-        None if a tensor is split in another way, or a container is at two places or of an unusual class: such a tree is
-        checked tensor by tensor.
+        """Return the places in an expanded tree. `stand_ins`: Path → stand-in of a split tensor. None if a tensor is split
+        in another way, or a container is at two places or of an unusual class: it is checked tensor by tensor.
         """
         rows: list[_Row] = []
         paths: list[str] = []
@@ -286,10 +284,9 @@ class SplitStandIns:
     def with_ownership(
         self, classes: Mapping[int, Ownership], expanded: ExpandedTree, patterns: Mapping[str, int]
     ) -> dict[int, Ownership]:
-        """Return `classes` with the stand-ins added: split, and gated like their local tensors.
-
-        `classes`: Ownership by address of a storage, local tensors included. `patterns`: Path → number of its pattern.
-        A tensor without elements has no pattern, and belongs to rank 0.
+        """Return `classes` (ownership by address of a storage, local tensors included) with the stand-ins added: split,
+        and gated like their local tensors. `patterns`: Path → number of its pattern. A tensor without elements has no
+        pattern, and belongs to rank 0.
         """
         owned = dict(classes)
         for storage, path in self._path_of.items():

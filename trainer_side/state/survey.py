@@ -45,9 +45,8 @@ Sources = Sequence[StorageSource | None]
 
 
 class TensorSpec(NamedTuple):
-    """The properties of one tensor of the tree that must stay the same for a plan to fit.
-
-    `offset` counts elements from the start of the used part of storage number `storage`.
+    """The properties of one tensor that must stay the same for a plan to fit. `offset` counts elements from the start of
+    the used part of storage number `storage`.
     """
 
     path: str
@@ -229,9 +228,8 @@ class Outline:
 
     @classmethod
     def of(cls, tree: Any) -> tuple[Self, TreeContents] | None:
-        """Return the outline of a dict, and its contents.
-
-        None if only `tensor_paths` can judge it: tensor subclasses, storages, keys of unknown classes.
+        """Return the outline of a dict, and its contents; None if only `tensor_paths` can judge it: tensor subclasses,
+        storages, keys of unknown classes.
         """
         rows: list[_ContainerRow] = []
         tensors: list[torch.Tensor] = []

@@ -40,9 +40,8 @@ _SMALL_BYTES = 1 << 20  # smaller tensors of a device are copied together
 
 
 def checksums(found: Survey, leave_out: Collection[str]) -> tuple[int, ...]:
-    """Return a checksum for each slot, in order. Tied tensors share one, and are read once.
-
-    `leave_out`: Paths of tensors that are not read; their checksum is 0.
+    """Return a checksum for each slot, in order; tied tensors are read once, those at the paths in `leave_out` not at
+    all: theirs is 0.
     """
     by_view: dict[tuple[object, ...], int] = {}
     on_devices: dict[torch.device, dict[tuple[object, ...], torch.Tensor]] = {}
@@ -66,9 +65,8 @@ def _view(slot: TensorSpec) -> tuple[object, ...]:
 
 
 def _memory_of(part: StoragePart, slot: TensorSpec) -> torch.Tensor | tuple[int, int]:
-    """Return where a tensor's bytes lie: address and size in host memory, else a one-dimensional uint8 tensor.
-
-    A tensor with gaps is copied. Others are read in memory order: the strides are the same on every rank.
+    """Return where a tensor's bytes lie: address and size in host memory, else a one-dimensional uint8 tensor. A tensor
+    with gaps is copied. Others are read in memory order: the strides are the same on every rank.
     """
     numbers = math.prod(slot.shape)
     if not numbers:

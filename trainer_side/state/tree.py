@@ -38,9 +38,8 @@ def children(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def containers(tree: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[str, Any]]:
-    """Yield each container of a tree once, with the prefix of the paths inside it, such as `loop/nets/`.
-
-    `is_leaf`: Containers whose contents are left out.
+    """Yield each container of a tree once, with the prefix of the paths inside it, such as `loop/nets/`; nothing in
+    those that are `is_leaf`.
     """
     seen: set[int] = set()
     pending = [("", tree)]
@@ -91,10 +90,8 @@ def with_replacements(tree: Any, replace: Callable[[str, Any], Any]) -> Any:
 
 
 class PendingNumber:
-    """A number in flight from a device, as of this point of the current stream, so that `save()` need not wait.
-
-    The copy thread reads it before it pickles the tree. torch's `GradScaler.state_dict()` would wait for all work
-    queued on the device, just to read two numbers.
+    """A number in flight from a device, as of this point of the current stream; the copy thread reads it before it
+    pickles the tree. `GradScaler.state_dict()` would wait for all work queued on the device to read two numbers.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -112,12 +109,8 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
     # A subclass may save something else; before the first batch there are no tensors.
     known = scaler.is_enabled() and type(scaler).state_dict is torch.amp.GradScaler.state_dict
-    if (
-        known
-        and isinstance(scale, torch.Tensor)
-        and isinstance(tracker, torch.Tensor)
-        and scale.device.type != "cpu"
-    ):
+    has_tensors = isinstance(scale, torch.Tensor) and isinstance(tracker, torch.Tensor)
+    if known and has_tensors and scale.device.type != "cpu":
         return {
             "scale": PendingNumber(scale),
             "growth_factor": scaler.get_growth_factor(),
@@ -218,9 +211,8 @@ def unwrap_per_rank(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def collect(state: Mapping[str, Any], *, allow_pending: bool = False) -> dict[str, Any]:
-    """Return the tree to save: each object's `state_dict()`; tensors, plain values and `PerRank` as they are.
-
-    The tree holds the live tensors, not copies. Training thread.
+    """Return the tree to save, of live tensors: each object's `state_dict()`; tensors, plain values and `PerRank` as they
+    are. Training thread.
 
     `allow_pending`: Numbers that a device still computes may be `PendingNumber`; call `resolve_pending` before use.
     """
