@@ -61,14 +61,8 @@ class SignalSource:
         if self._received_at is None:
             return []
         deadline_unix = self._received_at + self._grace_seconds
-        return [
-            Notice(
-                NoticeKind.TERMINATE,
-                deadline_unix,
-                self.name,
-                f"{self._number.name} of process {os.getpid()}",
-            )
-        ]
+        said_by = f"{self._number.name} of process {os.getpid()}"
+        return [Notice(NoticeKind.TERMINATE, deadline_unix, self.name, said_by)]
 
     @property
     def ends_by_default(self) -> bool:

@@ -37,14 +37,9 @@ class JobStore(NamedTuple):
         if not self.place:
             return self.store
         host, _, port = self.place.rpartition(":")
+        timeout = timedelta(seconds=seconds_max)
         with store_errors(self.place, "connecting to it"):
-            return TCPStore(
-                host,
-                int(port),
-                is_master=False,
-                timeout=timedelta(seconds=seconds_max),
-                wait_for_workers=False,
-            )
+            return TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def open_job_store(rank: int, ranks: int, seconds_max: float) -> JobStore:
@@ -99,19 +94,15 @@ def store_errors(place: str, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise PeerLost(
-            f"the store of this job at {place or 'this process'} is lost, {what}: {reason}"
-        ) from error
+        at, reason = place or "this process", str(error).partition("\n")[0]
+        raise PeerLost(f"the store of this job at {at} is lost, {what}: {reason}") from error
 
 
 class StoreMailbox:
     """Messages among the ranks through the store: `RanksPort` and `CouncilPort`. One thread at a time.
 
     Each rank has one key. A sender appends a line to it; its owner takes all lines at once. A poll costs one round
-    trip, so an idle mailbox polls less and less often.
-
-    The mailbox must be the only user of the connection `store`. `place` is for error messages.
+    trip, so an idle mailbox polls less and less often. It must be the only user of the connection `store`.
     """
 
     def __init__(

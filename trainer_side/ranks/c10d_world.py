@@ -1,4 +1,4 @@
-"""The job of a training rank without MPI: its ranks meet in a key-value store, and the stager is reached over TCP.
+"""The job of a training rank without MPI: its ranks meet in a key-value store.
 
     rank r:  "hello: r, nonce" ──► store ──► rank 0: answers each nonce with the incarnation of this start
     rank r:  "r is here"       ──► store ──► rank 0: all are here; their hosts
@@ -74,13 +74,16 @@ class C10dWorld(World):
             "HOLDFAST_STAGER=HOST:PORT; or set HOLDFAST_STAGER=own and HOLDFAST_STORE=URL, and rank 0 starts one"
         )
         seconds_max = config.start_seconds_max
+
+        def open_and_rendezvous() -> tuple[JobStore, _Rendezvous]:
+            job = open_job_store(self.rank, self.ranks, seconds_max)
+            with store_errors(job.place, "the ranks meeting in it"):
+                own_stager = self._starts_stager
+                return job, _rendezvous(job, self.rank, self.ranks, seconds_max, own_stager=own_stager)
+
         try:  # a store whose process is stopped has no deadline of its own
             self._job, rendezvous = within(
-                lambda: _open_and_rendezvous(
-                    self.rank, self.ranks, seconds_max, own_stager=self._starts_stager
-                ),
-                seconds_max + _SLACK_SECONDS,
-                name="holdfast-meeting",
+                open_and_rendezvous, seconds_max + _SLACK_SECONDS, name="holdfast-meeting"
             )
         except TimeoutError:
             raise PeerLost(
@@ -210,14 +213,6 @@ def _launch(place: str, *, own_stager: bool = False) -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ or not place:  # every torchrun without --rdzv-id is "none"
         return f"{platform.node()}:{os.getppid()}"
     return f"{platform.node()}:{place}" if place.startswith(_LOOPBACK) else place
-
-
-def _open_and_rendezvous(
-    rank: int, ranks: int, seconds_max: float, *, own_stager: bool
-) -> tuple[JobStore, _Rendezvous]:
-    job = open_job_store(rank, ranks, seconds_max)
-    with store_errors(job.place, "the ranks meeting in it"):
-        return job, _rendezvous(job, rank, ranks, seconds_max, own_stager=own_stager)
 
 
 def _rendezvous(

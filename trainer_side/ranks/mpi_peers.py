@@ -75,10 +75,7 @@ class MpiPeers:
 
     def finish(self, deadline_seconds: float) -> None:
         shared, self._shared = self._shared, []
-        wait(
-            [request for request, _ in shared],
-            deadline_seconds,
-            f"{len(shared)} shared pieces of the restore",
-        )
+        what = f"{len(shared)} shared pieces of the restore"
+        wait([request for request, _ in shared], deadline_seconds, what)
         for _, scattered in shared:
             scattered.Free()

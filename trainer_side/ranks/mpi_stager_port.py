@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from typing import ClassVar
 
 from holdfast.errors import PeerLost, ProtocolError
 from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Kind, data_tag, encode, payload_message_count
@@ -13,22 +14,12 @@ from trainer_side.ranks.mpi import MPI, PAUSE_SECONDS, lost_peer
 
 _log = logging.getLogger("holdfast.trainer.mpi")
 
-# The stager has timed out. MPI may still count it as alive, and MPI_Finalize would wait for it.
-_stager_timed_out = False
-
-
-def has_stager_timed_out() -> bool:
-    """Whether the stager has timed out, so that MPI must not be finalized."""
-    return _stager_timed_out
-
-
 class MpiStagerPort:
-    """The `StagerPort` of an MPI job. One thread at a time.
-
-    Every method raises `PeerLost` when MPI reports that the stager is dead.
-    """
+    """The `StagerPort` of an MPI job. One thread at a time."""
 
     has_threads = False
+    # Whether a stager has timed out. MPI may still count it as alive, and MPI_Finalize would wait for it.
+    any_timed_out: ClassVar[bool] = False
 
     def __init__(self, control: MPI.Intracomm, stager: int) -> None:
         self._comm, self._stager = control, stager
@@ -103,8 +94,7 @@ class MpiStagerPort:
 
     def disconnect(self, seconds_max: float, *, lost: bool = False) -> None:
         """As `StagerPort.disconnect`. With `lost`, MPI is not finalized at exit."""
-        global _stager_timed_out  # noqa: PLW0603 - MPI is one for the process, too
-        _stager_timed_out = _stager_timed_out or lost
+        MpiStagerPort.any_timed_out |= lost
         if self._has_disconnected:
             return
         self._has_disconnected = True

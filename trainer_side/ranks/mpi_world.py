@@ -25,7 +25,7 @@ from holdfast.wire.frames import Role
 from trainer_side.ranks.mpi import MPI, wait
 from trainer_side.ranks.mpi_council_port import MpiCouncilPort
 from trainer_side.ranks.mpi_peers import MpiPeers
-from trainer_side.ranks.mpi_stager_port import MpiStagerPort, has_stager_timed_out
+from trainer_side.ranks.mpi_stager_port import MpiStagerPort
 from trainer_side.ranks.ports import StagerPort
 from trainer_side.ranks.world import World
 
@@ -39,7 +39,7 @@ def _finalize() -> None:
         mpi4py.rc.finalize is not False
         or not MPI.Is_initialized()
         or MPI.Is_finalized()
-        or has_stager_timed_out()
+        or MpiStagerPort.any_timed_out
     ):
         return
     # After an uncaught exception the others may wait for this rank in a collective call of the script. To wait for them

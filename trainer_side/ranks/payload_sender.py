@@ -35,9 +35,8 @@ _BYTES_READ_MAX = 32 * 1024
 
 
 class PayloadSender:
-    """One payload connection and its thread.
-
-    `send` and `load` are for the link's thread, `reconnect` and `close` for any.
+    """One payload connection and its thread. `send` and `load` are for the link's thread, `reconnect` and `close` for
+    any.
 
     Args:
         on_receipt: Called from the sender's thread with the number of each payload whose receipt has arrived.

@@ -154,10 +154,9 @@ def gather(peers: Peers, mine: bytes) -> list[bytes]:
 
 
 def agree(peers: Peers, error: HoldfastError | None) -> str | None:
-    """Exchange the outcome of a stage among all ranks; None if it succeeded on all. Collective.
-
-    Return a text that names damage and ranks if another checkpoint may work. Raise an error that another checkpoint
-    would not avoid: this rank's own, or the first one of another rank.
+    """Exchange the outcome of a stage among all ranks; None if it succeeded on all. Collective. Return a text that names
+    damage and ranks if another checkpoint may work. Raise an error that another checkpoint would not avoid: this rank's
+    own, or the first one of another rank.
     """
     if peers.all_agree(error is None):
         return None
@@ -181,11 +180,8 @@ def agree(peers: Peers, error: HoldfastError | None) -> str | None:
 
 
 def raise_agreed(peers: Peers, error: HoldfastError | None) -> None:
-    """Exchange the outcome of a stage among all ranks. Collective.
-
-    Raises:
-        DamageError: On every rank: a rank has found damage, and another checkpoint may work.
-        HoldfastError: As `agree`.
+    """As `agree`, which may raise; also DamageError on every rank: one has found damage, and another checkpoint may work.
+    Collective.
     """
     problem = agree(peers, error)
     if problem is not None:

@@ -48,17 +48,11 @@ _HIDDEN_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", ATTEMPT_VARIABLE, KEPT_V
 
 
 class OwnShare(NamedTuple):
-    """One of the stagers that a job starts for itself.
+    """One of the stagers that a job starts for itself."""
 
-    Attributes:
-        root: The rank that starts it on its machine.
-        share: Its share of each checkpoint.
-        lead_attempt: As `Hello.lead_attempt`.
-    """
-
-    root: int = 0
-    share: ShareNumber = WHOLE
-    lead_attempt: int = 0
+    root: int = 0  # the rank that starts it on its machine
+    share: ShareNumber = WHOLE  # of each checkpoint
+    lead_attempt: int = 0  # as `Hello.lead_attempt`
 
 
 _ONLY_SHARE = OwnShare()
@@ -75,13 +69,8 @@ def living_share(config: TrainerConfig) -> str:
 
 
 def starting_ranks(nodes: Sequence[int], living: Sequence[str]) -> list[int]:
-    """Return the rank that starts the stager of each share.
-
-    A living stager keeps its share, because its ring has this share of the newest checkpoints.
-
-    Args:
-        nodes: The first rank of each node.
-        living: The result of `living_share` on each node.
+    """Return the rank that starts the stager of each share. A living stager keeps its share, because its ring has this
+    share of the newest checkpoints. `nodes`: The first rank of each node. `living`: Of each, its `living_share`.
     """
     texts = [str(ShareNumber(index, len(nodes))) for index in range(len(nodes))]
     by_share = dict(zip(living, nodes, strict=True))
@@ -306,10 +295,12 @@ class StartedStager:
             announced = b"" if self._announcements is None else self._announcements.latest()
             if announced:
                 self._place = OwnStagerEndpoint.from_bytes(announced)
-        elif self._named is None:
-            self._restart_if_dead(self._process)
         elif self._process.find_living() is None:
-            self._switch_to(self._named)
+            if self._named is None:
+                _log.warning("the stager that rank %d has started has died; it is started again", self._rank)
+                self._process.start()
+            else:
+                self._switch_to(self._named)
         try:
             self.port = self._connect(generation, seconds_max)
         except PeerLost:
@@ -332,11 +323,6 @@ class StartedStager:
         if self._named_lost_at is None:
             self._named_lost_at = self._clock() - self._config.reconnect_seconds_max
         return self._clock() - self._named_lost_at >= self._config.own_after_seconds
-
-    def _restart_if_dead(self, process: StagerStarter) -> None:
-        if process.find_living() is None:
-            _log.warning("the stager that rank %d has started has died; it is started again", self._rank)
-            process.start()
 
     def _switch_to(self, place: OwnStagerEndpoint) -> None:
         if place != self._place:
@@ -380,9 +366,7 @@ class StartedStager:
 
 
 def _own_host(*, is_master: bool) -> str:
-    """Guess the address at which other machines reach this one: MASTER_ADDR on rank 0's, else that of the route to
-    rank 0, or of the default route.
-    """
+    """Guess the address at which other machines reach this one: MASTER_ADDR on rank 0's, else that of a route."""
     master_address = os.environ.get("MASTER_ADDR", "")
     if Address(master_address, 0).is_loopback:
         master_address = ""

@@ -33,10 +33,7 @@ _READS_PER_POLL_MAX = 64
 
 
 class TcpStagerPort:
-    """The `StagerPort` over TCP. Get one by `connect_to_stager`.
-
-    `processes_per_core`: from LOCAL_WORLD_SIZE; 0 if that is not set.
-    """
+    """The `StagerPort` over TCP. Get one by `connect_to_stager`."""
 
     has_threads = True
 
@@ -244,17 +241,11 @@ class TcpStagerPort:
 
 
 class StagerTarget(NamedTuple):
-    """A stager to connect to.
+    """A stager to connect to."""
 
-    Attributes:
-        address: `HOST:PORT`.
-        key: None: the key of a stager of this user on this machine.
-        lead_attempt: As `Hello.lead_attempt`.
-    """
-
-    address: str
-    key: bytes | None
-    lead_attempt: int = 0
+    address: str  # HOST:PORT
+    key: bytes | None  # None: that of a stager of this user on this machine
+    lead_attempt: int = 0  # as `Hello.lead_attempt`
 
 
 def connect_to_stager(
