@@ -25,7 +25,7 @@ import bisect
 import hashlib
 import json
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -309,15 +309,12 @@ class Layout:
         """Return the ranks that send into chunk `chunk`, ascending."""
         if not self.patterns:
             return tuple(sorted(self._pieces[chunk]))
-        kept = self._cached_senders.get(chunk)
-        if kept is not None:
+        if (kept := self._cached_senders.get(chunk)) is not None:
             return kept
         found: set[int] = set()
         for segment in self.segments(chunk):
-            if self.is_split(segment):
-                found.update(self.split_senders(segment))
-            else:
-                found.add(self.sender(chunk, segment))
+            split = self.is_split(segment)
+            found.update(self.split_senders(segment) if split else [self.sender(chunk, segment)])
         senders = self._cached_senders[chunk] = tuple(sorted(found))
         while len(self._cached_senders) > _CHUNKS_KEPT:
             self._cached_senders.popitem(last=False)
@@ -333,18 +330,14 @@ class Layout:
     def sent_frames(self, rank: int) -> Iterator[tuple[int, tuple[Extent, ...]]]:
         """Yield all frames of rank `rank` in sending order: `(chunk, extents)`, chunks ascending."""
         for chunk in range(self.chunks):
-            extents = self.pieces(chunk, rank)
-            if extents:
+            if extents := self.pieces(chunk, rank):
                 yield chunk, extents
 
     @cached_property
     def frames(self) -> tuple[int, ...]:
         """The number of frames that each rank sends."""
-        frames = [0] * self.ranks
-        for chunk in range(self.chunks):
-            for rank in self.senders(chunk):
-                frames[rank] += 1
-        return tuple(frames)
+        sent = Counter(rank for chunk in range(self.chunks) for rank in self.senders(chunk))
+        return tuple(sent[rank] for rank in range(self.ranks))
 
     def slice_bytes(self, rank: int) -> int:
         """Return how many bytes rank `rank` sends for one checkpoint."""

@@ -28,7 +28,6 @@ import binascii
 import hashlib
 import math
 import struct
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -53,22 +52,10 @@ _DRIFT_CHARACTERS_MAX = 4000
 _WHOLE_BYTES_MAX = ROW_BYTES * _ROWS_MAX  # of an entry whose every row is sampled each time
 _U64 = 2**64 - 1
 _ITEM_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "uint16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
 }
 
@@ -81,10 +68,8 @@ def watched_entries(layout: Layout) -> tuple[int, ...]:
         item_bytes = _ITEM_BYTES.get(tensor.dtype.partition(",")[0], 0)
         if 0 < math.prod(tensor.shape) * item_bytes == layout.entries[tensor.entry].nbytes:
             filling.add(tensor.entry)
-    return (
-        *replicated_entries(layout, filling),
-        *(entry for entry in sorted(filling) if _is_shared(layout, entry)),
-    )
+    shared = (entry for entry in sorted(filling) if _is_shared(layout, entry))
+    return (*replicated_entries(layout, filling), *shared)
 
 
 def replicated_entries(layout: Layout, entries: Iterable[int]) -> tuple[int, ...]:
@@ -216,16 +201,15 @@ class ReplicaComparer:
         self, layout: Layout, step: int, fingerprints: Mapping[int, tuple[int, ...]]
     ) -> Divergence | None:
         """Compare the ranks that sent fingerprints; None if these are the same."""
-        if _all_equal(layout, self._entries(layout), fingerprints) and not (
-            self._unresolved and fingerprints
-        ):
+        entries = self._entries(layout)
+        if _all_equal(layout, entries, fingerprints) and not (self._unresolved and fingerprints):
             return None
         paths: dict[int, str] = {}
         for tensor in layout.tensors:
             paths.setdefault(tensor.entry, tensor.path)
         drifted: dict[int, list[str]] = {}
         undecided: dict[str, list[list[int]]] = {}
-        for place, entry in enumerate(self._entries(layout)):
+        for place, entry in enumerate(entries):
             sides = [
                 {rank: fingerprints[rank][place] for rank in ranks if rank in fingerprints}
                 for ranks in _replica_groups(layout, entry)
@@ -298,16 +282,15 @@ def _attribute_drift(
     """Record which ranks differ in a tensor, by majority; else in `undecided`. `values`: rank → fingerprint."""
     if len(set(values.values())) < 2:
         return
-    common, votes = Counter(values.values()).most_common()[0]
-    if 2 * votes > len(values):
-        for rank, value in values.items():
-            if value != common:
-                drifted.setdefault(rank, []).append(path)
-        return
     groups: dict[int, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
-    undecided.setdefault(path, []).extend(groups.values())
+    most = max(groups.values(), key=len)
+    if 2 * len(most) <= len(values):
+        undecided.setdefault(path, []).extend(groups.values())
+        return
+    for rank in values.keys() - most:
+        drifted.setdefault(rank, []).append(path)
 
 
 def format_tensors(paths: Sequence[str]) -> str:

@@ -81,8 +81,7 @@ class LayoutRound:
         if len(self._proposals) < self._ranks:
             return self._one_sided(proposal.step)
         proposals = self._end_round()
-        refused = _first_refusal(proposals)
-        if refused is not None:
+        if (refused := _first_refusal(proposals)) is not None:
             return refused
         try:
             return _agree([proposals[rank] for rank in range(self._ranks)])
@@ -110,16 +109,14 @@ class LayoutRound:
         proposers = format_ranks(sorted(alone))
         if first.refusal is not None:
             code, why = first.refusal
-            return OneSidedRound(tuple(proposals), step, peer_error(code, f"step {step}: {proposers}: {why}"))
-        why = first.change or "its tensors are others than before"
-        return OneSidedRound(
-            tuple(proposals),
-            step,
-            StateError(
+            error = peer_error(code, f"step {step}: {proposers}: {why}")
+        else:
+            error = StateError(
                 f"step {step}: the state of {proposers} has changed, and that of {format_ranks(others)} has not: "
-                f"{why}. All ranks must change their tensors, and how these are split, before the same save"
-            ),
-        )
+                f"{first.change or 'its tensors are others than before'}. All ranks must change their tensors, and how "
+                "these are split, before the same save"
+            )
+        return OneSidedRound(tuple(proposals), step, error)
 
     def late_warning(self, now: float) -> str:
         """Return a warning that names the missing ranks, once in each round; empty otherwise."""
@@ -206,11 +203,8 @@ def _agree(proposals: Sequence[Proposal]) -> Agreement:
             )
         sums = [proposal.sums for proposal in proposals]
         region_numbers, members = _by_group(proposals)
-    proven = (
-        compare_replicas(table, dict(enumerate(sums)))
-        if len(sums) > 1 and all(sums)
-        else ReplicaProof("", ())
-    )
+    is_compared = len(sums) > 1 and all(sums)
+    proven = compare_replicas(table, dict(enumerate(sums))) if is_compared else ReplicaProof("", ())
     if proven.refusal:
         raise StateError(proven.refusal)
     patterns, split_rows = _build_patterns(table, proposals, region_numbers, members, sums)
@@ -327,21 +321,15 @@ def pickle_reserve_bytes(pickle_bytes: int) -> int:
 def describe_difference(first: Proposal, other: Proposal) -> str:
     """Describe the first difference of `other` from `first` (rank 0's), whose digests differ: tensor, expected, got."""
     for expected, got in zip(first.table, other.table, strict=False):
+        path, old, new = expected[0], _describe_row(expected), _describe_row(got)
+        if path != got[0]:
+            return f"expected tensor {path} {old} as on rank 0, got tensor {got[0]} {new} there"
         if expected != got:
-            return _describe_row_difference(expected, got)
+            return f"tensor {path}: expected {old} as on rank 0, got {new}"
     return (
         f"expected a table with digest {first.table_digest[:16]} as on rank 0, got {other.table_digest[:16]}, "
         "though the rows are equal; is holdfast the same version on all nodes?"
     )
-
-
-def _describe_row_difference(expected: list[Any], got: list[Any]) -> str:
-    if expected[0] != got[0]:
-        return (
-            f"expected tensor {expected[0]} {_describe_row(expected)} as on rank 0, got tensor {got[0]} "
-            f"{_describe_row(got)} there"
-        )
-    return f"tensor {expected[0]}: expected {_describe_row(expected)} as on rank 0, got {_describe_row(got)}"
 
 
 def _describe_row(row: Sequence[Any]) -> str:
