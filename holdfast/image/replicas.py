@@ -12,8 +12,7 @@ stager compares them before it stages.
 Watched entries are replicated entries that one tensor fills (bytes between tensors belong to no tensor), and sharded
 entries with a region that several ranks hold, as in HSDP: the fingerprint of a rank's region is compared with those of
 its other holders. Both sides derive the watched entries from the layout by the same rule, so only the CRCs are sent:
-four bytes for each entry, as base64 in the JSON body, 5.4 MB for a million, which is below `MAX_BODY_BYTES` for every
-valid layout. A tree of digests would save few bytes, and cost a round trip when replicas differ.
+four bytes for each entry, as base64 in the JSON body: 5.4 MB for a million.
 
 Samples rotate: every `stride`-th row of `ROW_BYTES`, beginning at a row that `first_row` draws from the step. All ranks
 sample the same rows at a step, and over many steps every row is sampled.

@@ -321,11 +321,12 @@ def pickle_reserve_bytes(pickle_bytes: int) -> int:
 def describe_difference(first: Proposal, other: Proposal) -> str:
     """Describe the first difference of `other` from `first` (rank 0's), whose digests differ: tensor, expected, got."""
     for expected, got in zip(first.table, other.table, strict=False):
+        if expected == got:
+            continue
         path, old, new = expected[0], _describe_row(expected), _describe_row(got)
-        if path != got[0]:
-            return f"expected tensor {path} {old} as on rank 0, got tensor {got[0]} {new} there"
-        if expected != got:
+        if path == got[0]:
             return f"tensor {path}: expected {old} as on rank 0, got {new}"
+        return f"expected tensor {path} {old} as on rank 0, got tensor {got[0]} {new} there"
     return (
         f"expected a table with digest {first.table_digest[:16]} as on rank 0, got {other.table_digest[:16]}, "
         "though the rows are equal; is holdfast the same version on all nodes?"

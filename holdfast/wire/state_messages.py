@@ -88,21 +88,13 @@ def held_rows(
 
 @dataclass(frozen=True)
 class _SharedPart:
-    """The part of a proposal that many ranks have in common: the tensors, and the numbers of held regions."""
+    """The part of a proposal that many ranks have in common, as received."""
 
     table_digest: str
     table: list[list[Any]]
     held_rows: tuple[tuple[int, int], ...]
     stage: Stage | None
     regions: int  # how many regions the rows refer to
-
-    def to_json(self) -> dict[str, Any]:
-        document: dict[str, Any] = {"table_digest": self.table_digest, "table": self.table}
-        if self.held_rows:
-            document["held_rows"] = [list(row) for row in self.held_rows]
-        if self.stage is not None:
-            document["stage"] = self.stage.to_json()
-        return document
 
     @classmethod
     def from_bytes(cls, data: memoryview) -> _SharedPart:
@@ -155,7 +147,11 @@ class Proposal:
             own["step"] = self.step
         if self.change:
             own["change"] = self.change[:_CHANGE_CHARACTERS_MAX]
-        shared = _SharedPart(self.table_digest, self.table, self.held.rows, self.stage, 0).to_json()
+        shared: dict[str, Any] = {"table_digest": self.table_digest, "table": self.table}
+        if self.held.rows:
+            shared["held_rows"] = [list(row) for row in self.held.rows]
+        if self.stage is not None:
+            shared["stage"] = self.stage.to_json()
         parts = [zlib.compress(to_json(document), 1) for document in (shared, own)]
         body = [_PARTS.pack(*map(len, parts)), *parts, encode_sums(self.sums)]
         return encode(Kind.PROPOSE, attempt=attempt, body=b"".join(body))

@@ -116,17 +116,13 @@ class StagerStarter:
         self._listen, self._host = listen, listen.host
         if listen.host in _ANY_ADDRESS:
             self._host = _LOOPBACK if one_machine else _own_host(is_master=own.root == 0)
-        configured_key = read_key(
-            None if stager.key is None else stager.key.get_secret_value(), stager.key_file
-        ).decode()
-        self._key = configured_key or new_key()
+        key = None if stager.key is None else stager.key.get_secret_value()
+        self._key = read_key(key, stager.key_file).decode() or new_key()
         self._process: subprocess.Popen[bytes] | None = None
 
     def find_living(self) -> OwnStagerEndpoint | None:
-        """Return the living stager that this start of the job, or an earlier one, has started on this machine.
-
-        If that stager has another share, because the earlier start had other nodes, wait for its end. PeerLost: it does
-        not end within `start_seconds_max`.
+        """Return the living stager that this start of the job, or an earlier one, has started on this machine. One with
+        another share, of a start with other nodes, must end first. PeerLost: not within `start_seconds_max`.
         """
         if self._process is not None:
             self._process.poll()  # reaps a dead stager
@@ -151,11 +147,8 @@ class StagerStarter:
             time.sleep(_POLL_SECONDS)
 
     def start(self) -> OwnStagerEndpoint:
-        """Start the stager, at its last address if it had one, and wait until it listens, at most `start_seconds_max`.
-
-        Raises:
-            HoldfastError: The error with which the stager has ended.
-            PeerLost: The stager has ended without a message, or does not listen in time.
+        """Start the stager, at its last address if it had one, and wait until it listens. Raises the error with which it
+        has ended; PeerLost: it gave none, or does not listen within `start_seconds_max`.
         """
         log = log_path("stager", self._store)
         with log.open("ab") as end:
@@ -209,10 +202,8 @@ class StagerStarter:
         return line
 
     def _environment(self) -> dict[str, str]:
-        inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith(_HIDDEN_VARIABLES)
-        }
-        return {**inherited, "HOLDFAST_KEY": self._key}
+        kept = (one for one in os.environ.items() if not one[0].startswith(_HIDDEN_VARIABLES))
+        return {**dict(kept), "HOLDFAST_KEY": self._key}
 
 
 class Announcements(Protocol):

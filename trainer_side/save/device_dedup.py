@@ -91,20 +91,16 @@ class DeviceDedup:
     def __init__(
         self, pieces: Iterable[CopyPiece], layout: Layout, seen: dict[tuple[str, int, int], HashHistory]
     ) -> None:
-        begins: dict[int, int] = {}
-        ends: dict[int, int] = {}
-        sizes: dict[int, int] = {}
+        by_entry: dict[int, list[CopyPiece]] = {}
         for piece in pieces:
-            end = piece.entry_offset + piece.nbytes
-            begins[piece.entry] = min(piece.entry_offset, begins.get(piece.entry, piece.entry_offset))
-            ends[piece.entry] = max(end, ends.get(piece.entry, 0))
-            sizes[piece.entry] = piece.nbytes + sizes.get(piece.entry, 0)
-        # Entries whose parts lie apart are always copied.
-        self._ranges = {
-            entry: (begins[entry], ends[entry])
-            for entry, nbytes in sizes.items()
-            if nbytes >= _NBYTES_MIN and ends[entry] - begins[entry] == nbytes
-        }
+            by_entry.setdefault(piece.entry, []).append(piece)
+        self._ranges: dict[int, tuple[int, int]] = {}
+        for entry, mine in by_entry.items():
+            begin = min(piece.entry_offset for piece in mine)
+            end = max(piece.entry_offset + piece.nbytes for piece in mine)
+            # Entries whose parts lie apart are always copied.
+            if _NBYTES_MIN <= end - begin == sum(piece.nbytes for piece in mine):
+                self._ranges[entry] = begin, end
         self._paths = {tensor.entry: tensor.path for tensor in layout.tensors if tensor.entry in self._ranges}
         self._tensor_entries: Sequence[int] = ()
         self._tensors: list[int] = []  # indices of the tensors that may be left out

@@ -127,18 +127,11 @@ class HookCoverage:
             )
 
     def _is_proven(self, instant: SavedInstant) -> bool:
-        open_ones = [
-            one
-            for one in self._optimizers
-            if id(one) in self._graph_captured or self._clean_counts.get(id(one), 0) < self._clean_needed
-        ]
-        if not open_ones:
+        clean = {one for one, times in self._clean_counts.items() if times >= self._clean_needed}
+        proven = [one for one in self._optimizers if id(one) in clean - self._graph_captured]
+        if len(proven) == len(self._optimizers):
             return True
-        needed = set(instant.storages())
-        for optimizer in self._optimizers:
-            if not any(optimizer is other for other in open_ones):
-                needed -= _storages_of(optimizer)
-        return not needed
+        return not set(instant.storages()).difference(*map(_storages_of, proven))
 
 
 def _storages_of(optimizer: Optimizer) -> set[int]:

@@ -185,12 +185,7 @@ class SavedInstant:
 
     def find_changed(self) -> str:
         """Return a tensor that has changed."""
-        versions = _versions(self._tensors)
-        if versions != self._versions:
-            pairs = zip(versions, self._versions, self._entry_of_tensor, strict=True)
-            return self.check.paths[next(entry for now, before, entry in pairs if now != before)]
-        wrong = _read_words(self._live, self.check.wide, self._readable) != self._words
-        return self._first_wrong_path(np.arange(len(wrong)), wrong)
+        return self._find_changed(np.arange(len(self._live)), range(len(self._tensors)))
 
     def find_changed_at(self, storages: Collection[int]) -> str:
         """Return a changed tensor in one of the storages at these addresses."""
@@ -236,7 +231,7 @@ class SavedInstant:
         """Return the address of the storage under each checked piece."""
         return [source.data_ptr - source.start_bytes for source in self._sources]
 
-    def _find_changed(self, places: _Places, tensors: list[int]) -> str:
+    def _find_changed(self, places: _Places, tensors: Sequence[int]) -> str:
         now = _versions([*map(self._tensors.__getitem__, tensors)])
         before = [*map(self._versions.__getitem__, tensors)]
         if now != before:

@@ -17,6 +17,7 @@ import io
 import pickle
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from operator import add
 from typing import Any, NamedTuple, cast
@@ -152,13 +153,11 @@ def _attributes(node: Any) -> dict[str, Any] | None:
     return vars(node) if type(node) is OrderedDict else None
 
 
+@dataclass(slots=True, eq=False)
 class _Reduced:
     """Is pickled as `reduction` says."""
 
-    __slots__ = ("reduction",)
-
-    def __init__(self, reduction: tuple[Any, ...]) -> None:
-        self.reduction = reduction
+    reduction: tuple[Any, ...]
 
 
 class StandIn(_Reduced):
@@ -167,13 +166,9 @@ class StandIn(_Reduced):
     __slots__ = ()
 
 
+@dataclass(slots=True, eq=False)
 class _StorageStandIn:
-    """Stands for a storage."""
-
-    __slots__ = ("persistent_id",)
-
-    def __init__(self, persistent_id: Any) -> None:
-        self.persistent_id = persistent_id
+    persistent_id: Any
 
 
 class FastPickling:
@@ -185,13 +180,13 @@ class FastPickling:
     @classmethod
     def of(cls, job: Pickling, tensors: Sequence[torch.Tensor]) -> FastPickling | None:
         """Make placeholders to pickle tensors like these again; None if the pickle of one of them cannot be reused."""
-        kept: dict[int, tuple[Any, ...] | None] = {}
+        stand_ins: dict[int, StandIn] = {}
         for tensor in tensors:
-            if id(tensor) not in kept:
-                kept[id(tensor)] = _reusable_reduction(job, tensor)
-        if None in kept.values():
-            return None
-        stand_ins = {key: StandIn(cast(tuple[Any, ...], reduction)) for key, reduction in kept.items()}
+            if id(tensor) not in stand_ins:
+                reduction = _reusable_reduction(job, tensor)
+                if reduction is None:
+                    return None
+                stand_ins[id(tensor)] = StandIn(reduction)
         return cls([stand_ins[id(tensor)] for tensor in tensors], torch.serialization.DEFAULT_PROTOCOL)
 
     def stand_ins(self, tensors: Sequence[torch.Tensor]) -> dict[int, StandIn]:

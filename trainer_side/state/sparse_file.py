@@ -231,9 +231,7 @@ class ZipParts:
             pickle_entry=by_name[_PICKLE],
             serialization_id_entry=identity,
             serialization_id=image.read_at(entries[identity].offset, entries[identity].nbytes),
-            storage_entries=tuple(
-                by_name[f"{_STORAGE_PREFIX}{number}"] for number in range(len(found.parts))
-            ),
+            storage_entries=tuple(by_name[f"{_STORAGE_PREFIX}{n}"] for n in range(len(found.parts))),
             constant_crcs=constant_crcs,
         )
 

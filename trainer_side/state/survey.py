@@ -9,11 +9,13 @@ Storages are numbered in pickle's order, as `torch.save` names them.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter, eq
+from itertools import accumulate
+from operator import attrgetter, eq, mul
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -161,12 +163,8 @@ def _spec_of(named: NamedTensor, number: int, part: StoragePart) -> TensorSpec:
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+    sizes = (max(1, size) for size in reversed(shape[1:]))
+    return tuple(accumulate(sizes, mul, initial=1))[::-1] if shape else ()
 
 
 _Kind = str | type
@@ -315,11 +313,9 @@ class TensorFacts:
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Self | None:
         """Return the facts of these; None if a tensor has attributes of its own, or is not plain and strided."""
-        try:
+        with contextlib.suppress(*_NOT_PLAIN):
             if not any(map(vars, tensors)):  # attributes are pickled with it
                 return cls(tensors, [*map(torch.Tensor.untyped_storage, tensors)])
-        except _NOT_PLAIN:
-            pass
         return None
 
     def storages(self, tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage] | None:

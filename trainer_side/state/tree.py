@@ -341,25 +341,19 @@ def with_inner_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> list[t
 
 def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:
     """Return the views that are the same on every rank, and those that only an optimizer changes."""
-    parameters: set[_View | None] = set()
-    buffers: set[_View | None] = set()
-    moments: set[_View | None] = set()
-    stepped: set[_View | None] = set()
-    for value in state.values():
-        if isinstance(value, torch.nn.Module):
-            parameters.update(view_key(local_of(parameter)) for parameter in value.parameters())
-            buffers.update(view_key(local_of(buffer)) for buffer in value.buffers())
-        elif isinstance(value, torch.optim.Optimizer):
-            for optimizer in with_inner_optimizers([value]):
-                state_of = list(optimizer.state.values())
-                moments.update(view_key(local_of(tensor)) for _, tensor in tensor_paths(state_of))
-                groups = optimizer.param_groups
-                stepped.update(
-                    view_key(local_of(parameter)) for group in groups for parameter in group["params"]
-                )
+    modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
+    parameters = _views(one for module in modules for one in module.parameters())
+    buffers = _views(one for module in modules for one in module.buffers())
+    given = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+    optimizers = with_inner_optimizers(given)
+    stepped = _views(one for of in optimizers for group in of.param_groups for one in group["params"])
+    moments = _views(one for of in optimizers for _, one in tensor_paths([*of.state.values()]))
     replicated = (parameters | moments) - buffers
-    gated = replicated & (stepped | moments)
-    return {view for view in replicated if view}, {view for view in gated if view}
+    return replicated, replicated & (stepped | moments)
+
+
+def _views(tensors: Iterable[torch.Tensor]) -> set[_View]:
+    return {view for tensor in tensors if (view := view_key(local_of(tensor))) is not None}
 
 
 def view_key(tensor: torch.Tensor) -> _View | None:
