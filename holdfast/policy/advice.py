@@ -19,19 +19,14 @@ _TENTHS_BELOW_SECONDS = 10.0  # in the line: `3.4 s`, `38 s`
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """An interval with its reasons.
-
-    Attributes:
-        overhead: Share of training time that checkpoints cost without interruptions; 0.03 means 3 %.
-        lost_seconds: Time whose work an interruption destroys, on average: half a cycle, plus the time until a
-            checkpoint is safe. Restart and restore are not included: they do not depend on the interval.
-        lost_dollars: Price of that time; None: no price is known.
-    """
+    """An interval with its reasons."""
 
     every: int
-    overhead: float
+    overhead: float  # share of training time that checkpoints cost without interruptions; 0.03 means 3 %
+    # Time whose work an interruption destroys, on average: half a cycle, plus the time until a checkpoint is safe.
+    # Restart and restore are not included: they do not depend on the interval.
     lost_seconds: float
-    lost_dollars: float | None
+    lost_dollars: float | None  # price of that time; None: no price is known
 
     def describe(self) -> str:
         steps = "every step" if self.every == 1 else f"every {self.every} steps"

@@ -16,21 +16,13 @@ from holdfast.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Measured costs of training and of its checkpoints.
+    """Measured costs of training and of its checkpoints."""
 
-    Attributes:
-        iteration_seconds: Time of one iteration without a checkpoint.
-        stall_seconds: Stall of the training thread by one checkpoint (CST).
-        staged_seconds: From `save()` until the checkpoint survives the loss of the training's machines (PGT-1).
-        durable_seconds: From `save()` until the checkpoint is in the store (PGT-2); it is in flight until then.
-        in_flight_max: Number of checkpoints that may be in flight.
-    """
-
-    iteration_seconds: float
-    stall_seconds: float
-    staged_seconds: float
-    durable_seconds: float
-    in_flight_max: int = 1
+    iteration_seconds: float  # of one without a checkpoint
+    stall_seconds: float  # of the training thread by one checkpoint (CST)
+    staged_seconds: float  # from `save()` until it survives the loss of the training's machines (PGT-1)
+    durable_seconds: float  # from `save()` until it is in the store (PGT-2); it is in flight until then
+    in_flight_max: int = 1  # checkpoints that may be in flight
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.iteration_seconds) and self.iteration_seconds > 0):

@@ -23,17 +23,11 @@ _TENTHS_BELOW = 9.95  # `5.2 h`, `27 h`
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """How often training is interrupted, and the price of its machines.
+    """How often training is interrupted, and the price of its machines."""
 
-    Attributes:
-        per_hour: Interruptions of the whole job per hour.
-        dollars_per_hour: Price of all machines; None: not known.
-        description: Where the rate comes from, as a line for people; may be empty.
-    """
-
-    per_hour: float
-    dollars_per_hour: float | None = None
-    description: str = ""
+    per_hour: float  # interruptions of the whole job
+    dollars_per_hour: float | None = None  # price of all machines; None: not known
+    description: str = ""  # where the rate comes from, as a line for people
 
     def __post_init__(self) -> None:
         if not 0 <= self.per_hour < math.inf:

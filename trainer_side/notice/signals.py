@@ -30,11 +30,8 @@ _REPEAT_SECONDS = 2.0
 class SignalSource:
     """A `NoticeSource` for one signal. Made and closed in the main thread; ValueError: this is another thread.
 
-    Args:
-        grace_seconds: How long after the signal the process is expected to be killed.
-        wake: Called in the handler; must be safe there (`SimpleQueue.put`).
-        is_void: Whether the signal is no notice now, and has the same effect as without the watch. Called in the
-            handler.
+    The process is expected to be killed `grace_seconds` after the signal. The handler calls `wake`, and `is_void`:
+    whether the signal is no notice now, and has the same effect as without the watch.
     """
 
     def __init__(

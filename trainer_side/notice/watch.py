@@ -55,13 +55,8 @@ def is_first_on_machine(environ: Mapping[str, str]) -> bool:
 
 
 class NoticeWatch:
-    """Polls the sources of one rank.
-
-    Args:
-        find: Makes the sources; called in the watch's thread, because it may query a cloud.
-        on_notice: Called with each new notice, in the watch's thread.
-        seconds: Interval of the polls.
-        signals: Further sources, which put an item into `wakes` to wake the watch.
+    """Polls the sources of one rank every `seconds`. In its thread it calls `find`, which makes the sources and may query
+    a cloud, and `on_notice` with each new notice. `signals`: Further sources, which put an item into `wakes`.
     """
 
     def __init__(

@@ -79,14 +79,10 @@ def starting_ranks(nodes: Sequence[int], living: Sequence[str]) -> list[int]:
 
 
 class StagerStarter:
-    """Handle of an own stager, on the rank that starts it: finds or starts the stager. One thread at a time.
+    """Handle of an own stager, on the rank that starts it: finds or starts the stager. One thread at a time. It listens on
+    loopback if all ranks are on `one_machine`.
 
-    Args:
-        one_machine: Whether all ranks are on this machine; the stager then listens on loopback.
-        own: Which of the job's stagers it is.
-
-    Raises:
-        ConfigError: A setting of the stager is wrong, or other machines could not reach its address.
+    ConfigError: a setting of the stager is wrong, or other machines could not reach its address.
     """
 
     def __init__(self, config: TrainerConfig, *, one_machine: bool, own: OwnShare = _ONLY_SHARE) -> None:
