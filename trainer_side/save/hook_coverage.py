@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -144,14 +144,6 @@ _COMPARED_EVERY = 50  # saves, on average
 _RATES_KEPT = 8
 
 
-class _PendingComparison(NamedTuple):
-    """A save with a finished copy, to be compared with the live tensors before anything may change them."""
-
-    instant: SavedInstant
-    area: Staging
-    is_complete: Callable[[], bool]
-
-
 class CopyPolicy:
     """Decides whether a copy may outlast `save()`: watches for changes of live tensors that no hook announces. Training
     thread, unless a method says otherwise. `send_doubt` sends a doubt to all ranks; called in any thread.
@@ -174,7 +166,8 @@ class CopyPolicy:
         # First and last step copied behind the gate since the last good comparison.
         self._unverified_steps: tuple[int, int] | None = None
         self._rates: deque[float] = deque(maxlen=_RATES_KEPT)  # seconds for each byte of the slice
-        self._pending_comparison: _PendingComparison | None = None
+        # To compare with the live tensors before anything may change them: a save, its copy, and whether that is whole.
+        self._pending_comparison: tuple[SavedInstant, Staging, Callable[[], bool]] | None = None
 
     @staticmethod
     def is_sampled(step: int) -> bool:
@@ -209,7 +202,7 @@ class CopyPolicy:
         self, instant: SavedInstant, area: Staging, is_complete: Callable[[], bool]
     ) -> None:
         """Schedule a comparison of this instant with its copy, provided that the copy is whole."""
-        self._pending_comparison = _PendingComparison(instant, area, is_complete)
+        self._pending_comparison = instant, area, is_complete
 
     @property
     def has_pending_comparison(self) -> bool:
@@ -225,14 +218,16 @@ class CopyPolicy:
         No copy is in flight. The area still holds the copy: only a later save reuses it.
         """
         awaited, self._pending_comparison = self._pending_comparison, None
-        if awaited is None or not awaited.is_complete():
+        if awaited is None:
             return False
-        begun, step = time.monotonic(), awaited.instant.step
-        path = awaited.instant.find_uncounted_change(awaited.area.memory)
+        instant, area, is_complete = awaited
+        if not is_complete():
+            return False
+        begun = time.monotonic()
+        path, step = instant.find_uncounted_change(area.memory), instant.step
         seconds = time.monotonic() - begun
         self._ledger.record_comparison(seconds)
-        told = {"seconds": seconds, "nbytes": awaited.area.nbytes, "changed": path}
-        self._events.emit("compared", told, step=step)
+        self._events.emit("compared", {"seconds": seconds, "nbytes": area.nbytes, "changed": path}, step=step)
         if not path:
             with self._guard:
                 self._unverified_steps = None

@@ -249,12 +249,7 @@ def _diverged_wrapper_groups(state: Mapping[str, Any]) -> Iterator[str]:
         groups = _groups(value)
         if groups is None:
             continue
-        inner = (
-            with_inner_optimizers([value])[1:]
-            if isinstance(value, Optimizer)
-            else _reachable(value, Optimizer)
-        )
-        for one in inner:
+        for one in _reachable(value, Optimizer):
             theirs = one.param_groups
             if theirs is groups or len(theirs) != len(groups):
                 continue
@@ -321,16 +316,10 @@ def _frozen_with_moments(state: Mapping[str, Any]) -> Iterator[str]:
 def _optimizers(state: Mapping[str, Any]) -> Iterator[tuple[Optimizer, str]]:
     """The optimizers that the state saves, those that they wrap, and those inside of the script's own objects."""
     for name, value in state.items():
-        if isinstance(value, Optimizer):
-            found = with_inner_optimizers([value])
-        elif isinstance(value, torch.nn.Module | torch.Tensor | LRScheduler | PerRank):
-            continue
-        else:
-            found = (
-                with_inner_optimizers(_reachable(value, Optimizer)) if hasattr(value, "state_dict") else []
-            )
-        for optimizer in found:
-            yield optimizer, name
+        has_none = isinstance(value, torch.nn.Module | torch.Tensor | LRScheduler | PerRank)
+        if hasattr(value, "state_dict") and not has_none:
+            for optimizer in with_inner_optimizers(_reachable(value, Optimizer)):
+                yield optimizer, name
 
 
 def _trained(optimizer: Optimizer) -> Iterator[tuple[int, int, torch.Tensor]]:

@@ -246,9 +246,8 @@ class StagingPool:
         numbers = itertools.count()
 
         def prepared(slot: SliceWriter | None) -> Staging:
-            if slot is None or slot.memory is None:
-                return make(slot, self._claim_preallocated(next(numbers)))
-            return make(slot, self._claim_preallocated(address_of(slot.memory)))
+            key = next(numbers) if slot is None or slot.memory is None else address_of(slot.memory)
+            return make(slot, None if self._preallocator is None else self._preallocator.claim(key))
 
         if self._preallocator is not None:
             self._preallocator.stop()
@@ -262,9 +261,6 @@ class StagingPool:
         self._tiers.stop_making_slots()
         if self._preallocator is not None:
             self._preallocator.close(self._config.full_seconds_max)
-
-    def _claim_preallocated(self, key: int) -> torch.Tensor | None:
-        return None if self._preallocator is None else self._preallocator.claim(key)
 
     def _memory_makers(self, area_bytes: int, count_max: int) -> dict[int, Make]:
         """Return how to make the locked memory of later saves: slots by address, or areas by number."""
