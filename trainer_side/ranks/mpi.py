@@ -1,10 +1,5 @@
 """MPI in a training rank, for the four files that call it: initialization settings, waiting, errors.
 
-    MpiWorld            mpi_world.py         once per process, collective: exchange of roles
-        ├── MpiStagerPort   mpi_stager_port.py   control messages and payloads to the stager   one thread: the link's
-        ├── MpiCouncilPort  mpi_council_port.py  messages among the trainers, for local tiers  one thread: the council's
-        └── MpiPeers        mpi_peers.py         bytes among the trainers, for restore         main thread, at start
-
 Importing any of them starts MPI. Rules: errors are returned, never abort (ERRORS_RETURN on each communicator); requests
 are polled with a growing pause, because MPI's blocking calls spin; every wait has a deadline.
 """

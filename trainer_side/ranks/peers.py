@@ -1,10 +1,4 @@
-"""The interface of restore to the other ranks: seven calls, so that tests need no MPI.
-
-    broadcast   small bytes (manifest, structure) from one rank to all          all_agree   did all ranks succeed?
-    share       queue tensor bytes, from memory on one rank to memory on all others
-    send        queue the same to one other rank, which calls `receive`
-    poll        advance queued transfers; never waits
-    finish      return when all queued transfers are complete
+"""The interface of restore to the other ranks, so that tests need no MPI.
 
 `MpiPeers` implements it over MPI, `C10dPeers` over gloo. `broadcast`, `all_agree` and `share` are collective: each rank
 makes the same calls in the same order, from its training thread. Two ranks `send` and `receive` in the same order.

@@ -1,9 +1,7 @@
 """A staging area: this rank's bytes of one checkpoint, frame by frame, on their way from the tensors to the wire.
 
-    copy_now    training thread, in `save()`: data.pkl, buffers, `PerRank` values, which anything may change;
-                with room for a mirror, all tensors on the device
-    copy_gated  copy thread: the mirror, and behind the gate the tensors that only the optimizer changes
-    is_ready    the sender: a frame may go as soon as all its pieces are there
+`copy_now` copies in `save()` what anything may change: data.pkl, buffers, `PerRank` values; with room for a mirror, all
+tensors on the device. `copy_gated` copies the mirror, and behind the gate the tensors that only the optimizer changes.
 
 An area is allocated and touched once per layout, since the first touch of fresh pages costs far more than the copy
 itself. Literals are written once, too. Each frame begins on a page and is padded with zeros to the next one, as
