@@ -238,8 +238,12 @@ class Copier:
     def _on_step_hook(self, optimizer: torch.optim.Optimizer) -> None:
         self.updates += 1
         self.on_update()
-        if (kind := accelerator.kind()) is not None:
-            self._note_stream(accelerator.module_of(kind).current_stream(), optimizer)
+        if accelerator.is_capturing():
+            self._hook_coverage.record_graph_capture(optimizer)
+        elif (kind := accelerator.kind()) is not None:
+            stream = accelerator.module_of(kind).current_stream()
+            if stream not in self.update_streams:
+                self.update_streams = [*self.update_streams[-1:], stream]
         self.compare_if_due()
         self._hook_coverage.record_hook(optimizer)
         job = self._job
@@ -249,12 +253,6 @@ class Copier:
         # torch counts a change right after making it, so every change of this thread is counted by now.
         if self.gate.closed and (path := job.instant.find_changed()):
             self.withdraw(job, path)
-
-    def _note_stream(self, stream: Any, optimizer: torch.optim.Optimizer) -> None:
-        if accelerator.is_capturing():
-            self._hook_coverage.record_graph_capture(optimizer)
-        elif stream not in self.update_streams:
-            self.update_streams = [*self.update_streams[-1:], stream]
 
     def withdraw(self, job: CopyJob, path: str) -> None:
         """Withdraw a torn copy. Any thread."""

@@ -11,7 +11,6 @@ parallelism); such a tensor is refused here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -96,10 +95,6 @@ class HeldPart(NamedTuple):
     shape: tuple[int, ...]
     region: Region  # of the whole; empty if this rank holds no part
     local: torch.Tensor  # its elements: a plain tensor of the region's size
-
-    @property
-    def whole_numel(self) -> int:
-        return math.prod(self.shape)
 
 
 def is_split(value: object) -> bool:
