@@ -41,8 +41,8 @@ class Governor:
     Args:
         hazard: How often training is interrupted; also an attribute, which the owner may replace at any time.
         overhead_max: Largest share of training time that checkpoints may cost, above 0; 0.03 means 3 %.
-        every_seconds_max: The longest interval to accept, above 0. If no interval up to this one keeps `overhead_max`, this one
-            is used, and `Change.problem` says so.
+        every_seconds_max: The longest interval to accept, above 0. If no interval up to this one keeps `overhead_max`,
+            this one is used, and `Change.problem` says so.
     """
 
     def __init__(self, hazard: Hazard, *, overhead_max: float, every_seconds_max: float) -> None:

@@ -55,8 +55,8 @@ def is_first_on_machine(environ: Mapping[str, str]) -> bool:
 
 
 class NoticeWatch:
-    """Polls the sources of one rank every `seconds`. In its thread it calls `find`, which makes the sources and may query
-    a cloud, and `on_notice` with each new notice. `signals`: Further sources, which put an item into `wakes`.
+    """Polls the sources of one rank every `seconds`. In its thread it calls `find`, which makes the sources and may
+    query a cloud, and `on_notice` with each new notice. `signals`: Further sources, which put an item into `wakes`.
     """
 
     def __init__(

@@ -35,9 +35,9 @@ _ENDED = frozenset({"durable", "declined", "failed"})
 
 
 class Pacer:
-    """Paces the saves of this rank. Training thread; events come from any thread. `send_request`: Sends a request to the
-    stager; None: another rank measures. `optimizers`: Their steps are timed until the first checkpoint. `observed`: The
-    failures of the run before this job, unless `mtbf_hours` is set; its time counts from its first checkpoint.
+    """Paces the saves of this rank. Training thread; events come from any thread. `send_request`: Sends a request to
+    the stager; None: another rank measures. `optimizers`: Their steps are timed until the first checkpoint. `observed`:
+    The failures of the run before this job, unless `mtbf_hours` is set; its time counts from its first checkpoint.
     """
 
     def __init__(

@@ -51,8 +51,8 @@ class SchedulePhase(Enum):
 
 
 class Schedule:
-    """The steps at which this rank saves. Without `auto` the script chooses them, and every proposal is refused. Training
-    waits up to `wait_seconds_max` at a promised step, and then takes the stager for lost.
+    """The steps at which this rank saves. Without `auto` the script chooses them, and every proposal is refused.
+    Training waits up to `wait_seconds_max` at a promised step, and then takes the stager for lost.
     """
 
     def __init__(self, *, auto: bool, wait_seconds_max: float) -> None:

@@ -139,8 +139,8 @@ class StepProfile:
         return enough and bool(self._stalls and self._staged and self._durable)
 
     def cost(self) -> Cost:
-        """Return the current cost of checkpoints, if it `has_cost`. One in flight counts with the time that it has taken
-        so far.
+        """Return the current cost of checkpoints, if it `has_cost`. One in flight counts with the time that it has
+        taken so far.
         """
         stall = max(_median_or_zero(self._stalls), _median_or_zero(self._added))
         staged, durable = median(self._staged), median(self._durable)

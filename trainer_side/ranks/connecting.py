@@ -65,8 +65,8 @@ class Connector:
     def open(
         self, channel: int, *, seconds_max: float, received: int = 0, resuming: bool = False
     ) -> OpenedConnection:
-        """Connect and be admitted; retry for `seconds_max`. `channel`: 0 for messages, from 1 on for payloads. `received`:
-        how many of the stager's messages this rank has received. `resuming`: this rank was admitted before.
+        """Connect and be admitted; retry for `seconds_max`. `channel`: 0 for messages, from 1 on for payloads.
+        `received`: how many of the stager's messages this rank has received. `resuming`: this rank was admitted before.
 
         Raises:
             ConfigError: The stager has another key, another number of ranks, or serves another job; only one side has

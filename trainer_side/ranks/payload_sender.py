@@ -121,7 +121,7 @@ class PayloadSender:
                 self._in_flight.clear()
 
     def _serve(self, sock: AnySocket) -> None:
-        """Send payloads and read receipts until `close` or `reconnect`. OSError: the connection ended, or no progress."""
+        """Send payloads and read receipts until `close` or `reconnect`. OSError: it ended, or made no progress."""
         self._reconnect_requested, self._moved_at = False, time.monotonic()
         parts: deque[memoryview] = deque()  # of the payload that is being written
         receipts = bytearray()

@@ -98,8 +98,8 @@ class LonePeers:
 
 
 def poll_until(is_done: Callable[[], bool], deadline: float) -> bool:
-    """Poll until `is_done()`, pausing ever longer; False: the deadline has passed. Blocking calls of MPI spin, and those
-    of gloo delay this process's signal handlers.
+    """Poll until `is_done()`, pausing ever longer; False: the deadline has passed. Blocking calls of MPI spin, and
+    those of gloo delay this process's signal handlers.
     """
     pause_seconds, polls = _PAUSE_SECONDS_MIN, 0
     while not is_done():
@@ -148,9 +148,9 @@ def gather(peers: Peers, mine: bytes) -> list[bytes]:
 
 
 def agree(peers: Peers, error: HoldfastError | None) -> str | None:
-    """Exchange the outcome of a stage among all ranks; None if it succeeded on all. Collective. Return a text that names
-    damage and ranks if another checkpoint may work. Raise an error that another checkpoint would not avoid: this rank's
-    own, or the first one of another rank.
+    """Exchange the outcome of a stage among all ranks; None if it succeeded on all. Collective. Return a text that
+    names damage and ranks if another checkpoint may work. Raise an error that another checkpoint would not avoid: this
+    rank's own, or the first one of another rank.
     """
     if peers.all_agree(error is None):
         return None
@@ -174,8 +174,8 @@ def agree(peers: Peers, error: HoldfastError | None) -> str | None:
 
 
 def raise_agreed(peers: Peers, error: HoldfastError | None) -> None:
-    """As `agree`, which may raise; also DamageError on every rank: one has found damage, and another checkpoint may work.
-    Collective.
+    """As `agree`, which may raise; also DamageError on every rank: one has found damage, and another checkpoint may
+    work. Collective.
     """
     problem = agree(peers, error)
     if problem is not None:

@@ -79,8 +79,8 @@ def starting_ranks(nodes: Sequence[int], living: Sequence[str]) -> list[int]:
 
 
 class StagerStarter:
-    """Handle of an own stager, on the rank that starts it: finds or starts the stager. One thread at a time. It listens on
-    loopback if all ranks are on `one_machine`.
+    """Handle of an own stager, on the rank that starts it: finds or starts the stager. One thread at a time. It listens
+    on loopback if all ranks are on `one_machine`.
 
     ConfigError: a setting of the stager is wrong, or other machines could not reach its address.
     """
@@ -143,8 +143,8 @@ class StagerStarter:
             time.sleep(_POLL_SECONDS)
 
     def start(self) -> OwnStagerEndpoint:
-        """Start the stager, at its last address if it had one, and wait until it listens. Raises the error with which it
-        has ended; PeerLost: it gave none, or does not listen within `start_seconds_max`.
+        """Start the stager, at its last address if it had one, and wait until it listens. Raises the error with which
+        it has ended; PeerLost: it gave none, or does not listen within `start_seconds_max`.
         """
         log = log_path("stager", self._store)
         with log.open("ab") as end:

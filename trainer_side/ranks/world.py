@@ -5,8 +5,8 @@
         ├─── RanksPort    messages among the ranks, for an uncaught error
         └─── Peers        bytes among the ranks, for restore (peers.py)
 
-The launcher decides how the ranks meet and reach each other (joined.py): `MpiWorld` under mpirun, `C10dWorld` elsewhere.
-The stagers that the job starts or that a setting names are the same for both, and are here.
+The launcher decides how the ranks meet and reach each other (joined.py): `MpiWorld` under mpirun, `C10dWorld`
+elsewhere. The stagers that the job starts or that a setting names are the same for both, and are here.
 """
 
 from __future__ import annotations

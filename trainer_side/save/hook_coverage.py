@@ -180,8 +180,8 @@ class CopyPolicy:
             self._rates.append(seconds / max(1, nbytes))
 
     def must_copy_inside(self, nbytes: int, *, on_device: bool) -> bool:
-        """Whether `save()` waits for a copy of `nbytes`, regardless of the hooks. `on_device`: Some live tensors are on a
-        device, whose copy runs after all work queued there, so `save()` would wait long however quick the copy is.
+        """Whether `save()` waits for a copy of `nbytes`, regardless of the hooks. `on_device`: Some live tensors are on
+        a device, whose copy runs after all work queued there, so `save()` would wait long however quick the copy is.
         """
         with self._guard:
             if self._mode == "inside" or self._distrusted:

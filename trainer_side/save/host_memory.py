@@ -37,8 +37,8 @@ _CAUSES = {
 
 
 def locked_buffer(nbytes: int) -> torch.Tensor:
-    """Return a `huge_buffer` locked for the device of this rank; freed with the last tensor over it. A forked child does
-    not get it: the kernel would copy all of it there, as it does with pages that a device uses.
+    """Return a `huge_buffer` locked for the device of this rank; freed with the last tensor over it. A forked child
+    does not get it: the kernel would copy all of it there, as it does with pages that a device uses.
     """
     memory = huge_buffer(nbytes, exclude_from_fork=True)
     _lock(memory, "host memory for checkpoints")

@@ -54,8 +54,8 @@ class LiveTensors:
         self._wide: dict[torch.dtype, torch.Tensor] = {}
 
     def view(self, address: int, piece: CopyPiece, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """View `nbytes` from the begin of a piece on, perhaps of the next pieces of the same tensor as well, as elements
-        of `dtype`, which divides address and size.
+        """View `nbytes` from the begin of a piece on, perhaps of the next pieces of the same tensor as well, as
+        elements of `dtype`, which divides address and size.
         """
         if self._all is None:
             assert self._sources is not None

@@ -1,4 +1,4 @@
-"""Views of all memory of this process: one loop in C reads words or CRCs of thousands of tensors, kept alive meanwhile."""
+"""Views of all memory of this process: one loop in C reads words or CRCs of thousands of tensors that are kept."""
 
 from __future__ import annotations
 

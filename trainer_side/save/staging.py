@@ -74,8 +74,8 @@ class NowBatches:
 
 
 class CopyEngine:
-    """Copies the tensors of one rank into any of its areas. Training thread, except `copy`; they never overlap. A mirror
-    may take `device_bytes_max` of a device; 0: no mirror; None: as much as is spare.
+    """Copies the tensors of one rank into any of its areas. Training thread, except `copy`; they never overlap. A
+    mirror may take `device_bytes_max` of a device; 0: no mirror; None: as much as is spare.
     """
 
     def __init__(self, *, device_bytes_max: int | None = None) -> None:

@@ -279,9 +279,9 @@ class StagingPool:
     # -- for a step ----------------------------------------------------------------------------------------------
 
     def wait(self, step: int, seconds_max: float | None = None) -> float:
-        """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once. With `seconds_max`,
-        wait up to this long regardless of the settings. Return how long training waited; 0 with `seconds_max`, when
-        training is over.
+        """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once. With
+        `seconds_max`, wait up to this long regardless of the settings. Return how long training waited; 0 with
+        `seconds_max`, when training is over.
 
         The wait ends when the oldest step is staged or given up (every rank has sent it then, and the stager has room),
         or when another rank has declined `step`. PoolFull: neither came within `full_seconds_max`, or `seconds_max`.

@@ -210,8 +210,8 @@ class SavedInstant:
         return self._first_wrong_path(places, here != self._words[places])
 
     def find_uncounted_change(self, area: torch.Tensor) -> str:
-        """Return a tensor that differs from the staging area though torch has counted no change. Reads all bytes, on the
-        training's stream. Training thread.
+        """Return a tensor that differs from the staging area though torch has counted no change. Reads all bytes, on
+        the training's stream. Training thread.
         """
         versions = _versions(self._tensors)
         counted = {

@@ -30,8 +30,8 @@ def module_of(kind_or_device: str | torch.device) -> Any:
 
 
 def own_device() -> torch.device | None:
-    """Return the device that this rank trains on; None if no device is in use. If this process has memory on exactly one
-    device, it is that one, as for scripts that write `device="cuda:1"`; otherwise it is the current device.
+    """Return the device that this rank trains on; None if no device is in use. If this process has memory on exactly
+    one device, it is that one, as for scripts that write `device="cuda:1"`; otherwise it is the current device.
     """
     one = kind()
     if one is None:

@@ -111,8 +111,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def match_parameters(optimizer: torch.optim.Optimizer, saved: Any) -> list[tuple[Any, torch.Tensor]]:
-    """Pair each parameter with its number (or name) in a saved state, by position, as torch does. Empty if their numbers
-    differ: loading refuses such a state, or is the optimizer's own code.
+    """Pair each parameter with its number (or name) in a saved state, by position, as torch does. Empty if their
+    numbers differ: loading refuses such a state, or is the optimizer's own code.
     """
     if not is_optimizer_dict(saved):
         return []
@@ -139,8 +139,8 @@ def value_at(tree: Any, path: str) -> Any:
 
 
 def host_tensor_paths(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
-    """Return the paths of optimizer tensors in host memory whose parameter lies on a device, except scalars, which torch
-    keeps in host memory. `tree`: Has live tensors. `optimizers`: By the path of their dictionaries in the tree.
+    """Return the paths of optimizer tensors in host memory whose parameter lies on a device, except scalars, which
+    torch keeps in host memory. `tree`: Has live tensors. `optimizers`: By the path of their dictionaries in the tree.
     """
     found: list[str] = []
     for path, optimizer in optimizers.items():

@@ -194,8 +194,8 @@ class FastPickling:
         return dict(zip(map(id, tensors), self._stand_ins, strict=True))
 
     def pickle(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
-        """Return the pickle of a tree, and its classes (`Pickling.kinds`) except tensors'. Any thread. `stand_ins`: Those
-        of its tensors, by id(). Raises one of `REFUSED` where `Pickling.pickle` would, too.
+        """Return the pickle of a tree, and its classes (`Pickling.kinds`) except tensors'. Any thread. `stand_ins`:
+        Those of its tensors, by id(). Raises one of `REFUSED` where `Pickling.pickle` would, too.
         """
         try:
             out, kinds = self._dump(value, stand_ins)

@@ -124,8 +124,8 @@ def _set_devices(kind: str, states: list[torch.Tensor], own_before: int | None) 
 
 @contextmanager
 def isolated_rng(place: str) -> Iterator[None]:
-    """Context in which torch's CPU generator depends on `place` alone; afterwards the generator is as before. Each loader
-    iterator draws the seeds of its workers, and a resumed run, which makes one iterator more, must not draw more.
+    """Context in which torch's CPU generator depends on `place` alone; afterwards the generator is as before. Each
+    loader iterator draws seeds, and a resumed run, which makes one iterator more, must not draw more.
     """
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:7]))

@@ -79,8 +79,8 @@ class DTensorPlaces:
 
     @classmethod
     def of(cls, tree: Any, stand_ins: Mapping[str, torch.Tensor]) -> DTensorPlaces | None:
-        """Return the places in an expanded tree. `stand_ins`: Path → stand-in of a split tensor. None if a tensor is split
-        in another way, or a container is at two places or of an unusual class: it is checked tensor by tensor.
+        """Return the places in an expanded tree. `stand_ins`: Path → stand-in of a split tensor. None if a tensor is
+        split in another way, or a container is at two places or of an unusual class: it is checked tensor by tensor.
         """
         rows: list[_Row] = []
         paths: list[str] = []

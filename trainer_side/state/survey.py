@@ -47,8 +47,8 @@ Sources = Sequence[StorageSource | None]
 
 
 class TensorSpec(NamedTuple):
-    """The properties of one tensor that must stay the same for a plan to fit. `offset` counts elements from the start of
-    the used part of storage number `storage`.
+    """The properties of one tensor that must stay the same for a plan to fit. `offset` counts elements from the start
+    of the used part of storage number `storage`.
     """
 
     path: str

@@ -211,8 +211,8 @@ def unwrap_per_rank(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def collect(state: Mapping[str, Any], *, allow_pending: bool = False) -> dict[str, Any]:
-    """Return the tree to save, of live tensors: each object's `state_dict()`; tensors, plain values and `PerRank` as they
-    are. Training thread.
+    """Return the tree to save, of live tensors: each object's `state_dict()`; tensors, plain values and `PerRank` as
+    they are. Training thread.
 
     `allow_pending`: Numbers that a device still computes may be `PendingNumber`; call `resolve_pending` before use.
     """

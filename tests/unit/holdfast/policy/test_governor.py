@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import ConfigError
 from holdfast.policy.cost import Cost
 from holdfast.policy.governor import Governor
 from holdfast.policy.hazard import Hazard

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import ConfigError
 from holdfast.policy.hazard import PRIOR_MTBF_HOURS, Hazard
 from holdfast.wire.failure_count import FailureCount
 
