@@ -1,4 +1,4 @@
-"""MPI in a training rank, for the four files that call it: initialization settings, waiting, errors.
+"""MPI in a training rank, for the three files that call it: initialization settings, waiting, errors.
 
 Importing any of them starts MPI. Rules: errors are returned, never abort (ERRORS_RETURN on each communicator); requests
 are polled with a growing pause, because MPI's blocking calls spin; every wait has a deadline.

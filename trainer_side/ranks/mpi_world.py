@@ -23,9 +23,8 @@ from holdfast.net.handshake import INCARNATION_BYTES, JobStart
 from holdfast.process import FINALIZE_SECONDS_MAX, at_exit, call_or_exit
 from holdfast.wire.frames import Role
 from trainer_side.ranks.mpi import MPI, wait
-from trainer_side.ranks.mpi_council_port import MpiCouncilPort
 from trainer_side.ranks.mpi_peers import MpiPeers
-from trainer_side.ranks.mpi_stager_port import MpiStagerPort
+from trainer_side.ranks.mpi_ports import MpiCouncilPort, MpiStagerPort
 from trainer_side.ranks.ports import StagerPort
 from trainer_side.ranks.world import World
 
