@@ -60,14 +60,8 @@ def proof_frame(key: CheckpointId, content: Digest | ResumeProof, *, attempt: in
         if isinstance(content, ResumeProof)
         else (ProofPart.STEP, content)
     )
-    return wire.encode(
-        Kind.PROOF,
-        attempt=attempt,
-        step=key.step,
-        arg=key.attempt,
-        flags=part,
-        body=wire.to_json(body),
-    )
+    data = wire.to_json(body)
+    return wire.encode(Kind.PROOF, attempt=attempt, step=key.step, arg=key.attempt, flags=part, body=data)
 
 
 def read_proof(frame: Frame) -> tuple[CheckpointId, Digest | ResumeProof]:

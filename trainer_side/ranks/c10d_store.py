@@ -43,11 +43,8 @@ class JobStore(NamedTuple):
 
 
 def open_job_store(rank: int, ranks: int, seconds_max: float) -> JobStore:
-    """Find the store, or on rank 0 serve it.
-
-    Raises:
-        ConfigError: The environment does not name the store, or its kind carries no messages.
-        PeerLost: The store does not answer.
+    """Find the store, or on rank 0 serve it. ConfigError: the environment does not name it, or its kind carries no
+    messages. PeerLost: it does not answer.
     """
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if torch.distributed.is_initialized():

@@ -51,16 +51,10 @@ _RANKS_SHOWN = 8  # most missing ranks that are named
 
 
 class C10dWorld(World):
-    """The `World` whose ranks met in a store. Construction is collective; once per process, by `joined.join_world`.
+    """The `World` whose ranks met in a store. Construction is collective.
 
-    Attributes:
-        launch: Names the job; the same for each start by the same launcher.
-        incarnation: 16 random bytes, the same on all ranks of this start of the job.
-
-    Raises:
-        ConfigError: The environment does not tell which rank this is, or where the ranks meet; or there are too many
-            nodes for a stager on each.
-        PeerLost: A rank did not come within `start_seconds_max`.
+    ConfigError: the environment does not tell which rank this is, or where the ranks meet; or there are too many nodes
+    for a stager on each. PeerLost: a rank did not come within `start_seconds_max`.
     """
 
     def __init__(self, config: TrainerConfig) -> None:

@@ -68,13 +68,9 @@ class Connector:
         """Connect and be admitted; retry for `seconds_max`. `channel`: 0 for messages, from 1 on for payloads.
         `received`: how many of the stager's messages this rank has received. `resuming`: this rank was admitted before.
 
-        Raises:
-            ConfigError: The stager has another key, another number of ranks, or serves another job; only one side has
-                TLS, or the certificate is not trusted.
-            ProtocolError: The peer is no stager, or one of another version.
-            GenerationOver: The stager refuses this generation, but the ranks may return as the next one.
-            StartReplaced: The launcher has started the job again.
-            PeerLost: The stager cannot be reached, or is ending.
+        ConfigError: the stager has another key, another number of ranks, or serves another job; only one side has TLS,
+        or the certificate is not trusted. ProtocolError: the peer is no stager, or one of another version.
+        GenerationOver, StartReplaced: as the classes say. PeerLost: the stager cannot be reached, or is ending.
         """
         begun = time.monotonic()
         deadline = begun + seconds_max

@@ -30,10 +30,8 @@ _world: World | None = None
 def join_world(config: TrainerConfig) -> World:
     """Meet the other ranks of the job on the first call; later calls return the same world. Collective; main thread.
 
-    Raises:
-        PeerLost: A rank did not join within `start_seconds_max`.
-        ConfigError: Under mpirun, `stager` is set or MPI is not installed; or `torch.distributed` has other ranks than
-            the job.
+    PeerLost: a rank did not join within `start_seconds_max`. ConfigError: under mpirun, `stager` is set or MPI is not
+    installed; or `torch.distributed` has other ranks than the job.
     """
     global _world  # noqa: PLW0603 - a process is in one job
     if _world is None:

@@ -76,11 +76,10 @@ at_exit(_finalize)  # first registered, last called
 
 
 class MpiWorld(World):
-    """The `World` of an MPI job. Construction is collective; once per process, by `joined.join_world`. Main thread.
+    """The `World` of an MPI job. Construction is collective. Main thread.
 
-    Raises:
-        PeerLost: Not all processes joined within `start_seconds_max`.
-        ConfigError: Too many stagers, MPI without threads, or both an own stager and one of mpirun.
+    PeerLost: not all processes joined within `start_seconds_max`. ConfigError: too many stagers, MPI without threads,
+    or both an own stager and one of mpirun.
     """
 
     stager_advice = (

@@ -20,12 +20,9 @@ class StagerPort(Protocol):
     """Messages and payloads to and from the stager. One thread at a time.
 
     Every method raises `PeerLost` when the stager is known to be lost.
-
-    Attributes:
-        has_threads: Payloads move in threads of their own; otherwise only while this port is polled.
     """
 
-    has_threads: bool
+    has_threads: bool  # payloads move in threads of their own; otherwise only while this port is polled
 
     @property
     def one_machine(self) -> bool:

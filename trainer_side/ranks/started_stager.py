@@ -217,15 +217,9 @@ class StartedStager:
     (`on_stager_lost="own"`). Construction is collective: rank 0 finds or starts the stager, and all ranks connect.
     Main thread; `reconnect` from any thread.
 
-    Args:
-        announcements: None: the stager keeps its address, and the ranks get no later announcement.
-        own: Which of the job's stagers it is; rank `own.root` finds or starts it instead of rank 0.
-
-    Attributes:
-        port: The connection of the newest generation.
-
-    Raises:
-        HoldfastError: On every rank: the stager could not be started, or a rank does not reach it.
+    `announcements`: None: the stager keeps its address. `own`: Which of the job's stagers it is; rank `own.root` does
+    for it what rank 0 does for the only one. HoldfastError, on every rank: the stager could not be started, or a rank
+    does not reach it.
     """
 
     def __init__(
@@ -270,7 +264,7 @@ class StartedStager:
                 error = failed
         raise_agreed(peers, error)
         assert port is not None
-        self.port = port
+        self.port = port  # of the newest generation
 
     def reconnect(self, generation: int, lead_attempt: int = 0) -> TcpStagerPort:
         """As `World.reconnect`. Rank `own.root` restarts a dead own stager. Rank 0 replaces a named one that was lost

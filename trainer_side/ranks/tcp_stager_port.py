@@ -263,8 +263,5 @@ def connect_to_stager(
     )
     opened = connector.open(MESSAGES_CHANNEL, seconds_max=seconds_max)
     return TcpStagerPort(
-        connector,
-        opened,
-        connections=config.connections,
-        reconnect_seconds_max=config.reconnect_seconds_max,
+        connector, opened, connections=config.connections, reconnect_seconds_max=config.reconnect_seconds_max
     )

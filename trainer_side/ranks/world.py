@@ -32,24 +32,17 @@ _DISCONNECT_SECONDS_MAX = 5.0
 
 
 class World(abc.ABC):
-    """The job as its ranks met at start-up. Made once per process, by `joined.join_world`.
-
-    Attributes:
-        local_rank: Number of this rank on its machine.
-        one_machine: Whether all ranks are on one machine.
-        stagers: How many stagers the job has; several have a share of every checkpoint each.
-        stager_advice: How to give a job like this one a stager, for error messages.
-    """
+    """The job as its ranks met at start-up. Made once per process, by `joined.join_world`."""
 
     rank: int
     ranks: int
-    local_rank: int
-    one_machine: bool
-    stager_advice: str
+    local_rank: int  # number of this rank on its machine
+    one_machine: bool  # whether all ranks are on one machine
+    stager_advice: str  # how to give a job like this one a stager, for error messages
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
-        self.stagers = len(config.stagers)
+        self.stagers = len(config.stagers)  # of the job; several have a share of every checkpoint each
         self._starts_stager = not {OWN_STAGER, OWN_PER_NODE}.isdisjoint(
             (config.stager, config.on_stager_lost)
         )
@@ -60,10 +53,8 @@ class World(abc.ABC):
     def port(self) -> StagerPort:
         """Connect to the stager, the lead of several. Collective if the job starts its own stager.
 
-        Raises:
-            ConfigError: The job has no stager, or the key cannot be read.
-            PeerLost: The stager was not reached in `start_seconds_max`.
-            HoldfastError: The own stager could not be started.
+        ConfigError: the job has no stager, or the key cannot be read. PeerLost: the stager was not reached in
+        `start_seconds_max`. HoldfastError: the own stager could not be started.
         """
         if not self.stagers:
             raise ConfigError(
