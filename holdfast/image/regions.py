@@ -104,9 +104,7 @@ class Comb:
         if end <= (run + 1) * self.run_bytes:
             return [Extent(self._place(run) + inside, end - first)]
         last, rest = divmod(end, self.run_bytes)
-        runs = last + (rest > 0)
-        places = self._places(run, runs)
-        found = [Extent(place, self.run_bytes) for place in places]
+        found = [Extent(place, self.run_bytes) for place in self._places(run, last + (rest > 0))]
         found[0] = Extent(found[0].offset + inside, self.run_bytes - inside)
         if rest:
             found[-1] = Extent(found[-1].offset, rest)

@@ -40,10 +40,8 @@ def advise(
     cost: Cost, hazard: Hazard, *, overhead_max: float = _OVERHEAD_MAX, every_max: int = _EVERY_MAX
 ) -> Advice:
     """Return the interval with the smallest expected loss within the bound; without known losses, the shortest within
-    it. `overhead_max`: the bound, as a share of training time; 0.03 means 3 %.
-
-    Raises:
-        ConfigError: The bound cannot be kept; the message says which bound can.
+    it. `overhead_max`: the bound, as a share of training time; 0.03 means 3 %. ConfigError: it cannot be kept; says
+    which bound can.
     """
     every = least_interval(cost, overhead_max, every_max=every_max)
     if hazard.per_hour > 0:

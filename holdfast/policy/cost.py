@@ -55,10 +55,7 @@ class Cost:
 def best_in_flight(durable_seconds: Mapping[int, float], *, places_max: int) -> int:
     """Return the number of checkpoints to have in flight: the N with the smallest `T_w(N) / N` (PCcheck, section 3.4).
     `durable_seconds`: N → T_w, measured with N checkpoints in flight; T_w grows with N because they share one device.
-    Among equals the smallest N wins.
-
-    Raises:
-        ConfigError: No N up to `places_max` was measured, or a time is not more than 0.
+    Among equals the smallest N wins. ConfigError: no N up to `places_max` was measured, or a time is not more than 0.
     """
     room = {places: seconds for places, seconds in durable_seconds.items() if 1 <= places <= places_max}
     if not room:
