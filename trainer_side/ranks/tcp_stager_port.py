@@ -70,8 +70,6 @@ class TcpStagerPort:
             for channel in range(1, 1 + min(connections, CHANNELS_MAX - 1))
         ]
 
-    # -- messages ----------------------------------------------------------------------------------------------------
-
     def send(self, message: bytes) -> None:
         """As `StagerPort.send`; a cut connection loses no message."""
         self._raise_if_failed()
@@ -179,8 +177,6 @@ class TcpStagerPort:
         for sender in self._senders:
             sender.reconnect()
 
-    # -- payloads ----------------------------------------------------------------------------------------------------
-
     def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:  # noqa: ARG002
         """As `StagerPort.send_payload`. `pieces` is unused: the stager knows where each piece belongs."""
         self._raise_if_failed()
@@ -197,8 +193,6 @@ class TcpStagerPort:
         self._acknowledged.discard(handle)
         self._payloads_in_flight -= 1
         return True
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def disconnect(self, seconds_max: float, *, lost: bool = False) -> None:
         if self._has_disconnected:

@@ -202,8 +202,6 @@ class StagingPool:
         self._ledger, self._config = context.ledger, context.config
         self._preallocator: MemoryPreallocator | None = None
 
-    # -- for a plan ----------------------------------------------------------------------------------------------
-
     def clear(self) -> None:
         """Wait until nothing reads a staging area; give up steps that take too long.
 
@@ -276,8 +274,6 @@ class StagingPool:
         # Locking would fault in missing pages in a single thread.
         return slot_tensor(slot, pinned=True) if self._tiers.await_slot(number) else None
 
-    # -- for a step ----------------------------------------------------------------------------------------------
-
     def wait(self, step: int, seconds_max: float | None = None) -> float:
         """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once. With
         `seconds_max`, wait up to this long regardless of the settings. Return how long training waited; 0 with
@@ -339,8 +335,6 @@ class StagingPool:
         """Release the reservation of a step that is not saved. Slots already in use are left to their lanes."""
         if place.tier_write is not None and place.tier_write.area is None:
             self._tiers.drop(place.tier_write, reason)
-
-    # -- details -------------------------------------------------------------------------------------------------
 
     def _reserve_slot_area(self, step: int, record: SaveRecord) -> Reservation | None:
         """Reserve a slot of the first tier as the area; None if none of its slots is free."""

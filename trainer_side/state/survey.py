@@ -238,18 +238,16 @@ class Outline:
             kinds = tuple(map(_KINDS.__getitem__, types))
             if _STRANGE in kinds or not _KEYS.issuperset(map(type, keys or ())):
                 return None
-            repeated = []
-            for place, (kind, value) in enumerate(zip(kinds, values, strict=True)):
-                if kind is _TENSOR:
-                    tensors.append(value)
-                elif kind in _CONTAINERS:
-                    if id(value) in seen:
-                        repeated.append(place)
-                    else:
-                        seen.add(id(value))
-                        containers.append(value)
             tensor_places = tuple(place for place, kind in enumerate(kinds) if kind is _TENSOR)
             container_places = tuple(place for place, kind in enumerate(kinds) if kind in _CONTAINERS)
+            tensors += map(values.__getitem__, tensor_places)
+            repeated = []
+            for place in container_places:
+                if id(values[place]) in seen:
+                    repeated.append(place)
+                else:
+                    seen.add(id(values[place]))
+                    containers.append(values[place])
             rows.append(_ContainerRow(keys, types, kinds, tensor_places, container_places, tuple(repeated)))
         return cls(rows), TreeContents(tensors, containers, is_exact=True)
 
