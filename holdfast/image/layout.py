@@ -238,8 +238,7 @@ class Layout:
         found: list[SentPart] = []
         for segment in self.segments(chunk):
             if self.is_split(segment):
-                part = self.part(segment, rank)
-                if part is not None:
+                if (part := self.part(segment, rank)) is not None:
                     found.append(part)
             elif self.sender(chunk, segment) == rank:
                 inside = 0 if segment.entry is None else segment.offset - self.entries[segment.entry].offset

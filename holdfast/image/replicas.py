@@ -203,9 +203,7 @@ class ReplicaComparer:
         entries = self._entries(layout)
         if _all_equal(layout, entries, fingerprints) and not (self._unresolved and fingerprints):
             return None
-        paths: dict[int, str] = {}
-        for tensor in layout.tensors:
-            paths.setdefault(tensor.entry, tensor.path)
+        paths = {tensor.entry: tensor.path for tensor in reversed(layout.tensors)}  # of the first tensor
         drifted: dict[int, list[str]] = {}
         undecided: dict[str, list[list[int]]] = {}
         for place, entry in enumerate(entries):

@@ -135,11 +135,8 @@ class StoreMailbox:
             grown = max(_IDLE_SECONDS_MIN, self._idle_seconds * _IDLE_GROWTH)
             self._idle_seconds = min(_IDLE_SECONDS_MAX, grown)
             self._next_poll_at = now + self._idle_seconds
-        found = []
-        for line in text.splitlines():
-            rank, _, message = line.partition(" ")
-            found.append((int(rank), base64.b64decode(message)))
-        return found
+        lines = (line.split(" ") for line in text.splitlines())
+        return [(int(rank), base64.b64decode(message)) for rank, message in lines]
 
     def lost_ranks(self) -> frozenset[int]:
         """Return no rank: the store does not know which ranks are dead; deadlines find them."""

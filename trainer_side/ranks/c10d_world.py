@@ -169,13 +169,13 @@ def _own_rank() -> tuple[int, int]:
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         _reject_srun_tasks()
         return 0, 1
-    variables = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if not all(text.isdecimal() for text in variables) or not int(variables[0]) < int(variables[1]):
+    rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not (rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks)):
         raise ConfigError(
-            f"RANK={variables[0] or 'none'}, WORLD_SIZE={variables[1] or 'none'}: expected a rank and how many there "
-            "are; start the job with torchrun, or set both for every rank"
+            f"RANK={rank or 'none'}, WORLD_SIZE={ranks or 'none'}: expected a rank and how many there are; start the "
+            "job with torchrun, or set both for every rank"
         )
-    return int(variables[0]), int(variables[1])
+    return int(rank), int(ranks)
 
 
 def _reject_srun_tasks() -> None:

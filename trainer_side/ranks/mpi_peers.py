@@ -65,13 +65,9 @@ class MpiPeers:
             MPI.Request.Testsome([request for request, _ in self._shared])
         except MPI.Exception as error:
             raise lost_peer(error, "a process was lost during the restore") from error
-        in_flight = []
-        for request, scattered in self._shared:
-            if request == MPI.REQUEST_NULL:
-                scattered.Free()
-            else:
-                in_flight.append((request, scattered))
-        self._shared = in_flight  # the next poll tests only these
+        for _, scattered in (one for one in self._shared if one[0] == MPI.REQUEST_NULL):
+            scattered.Free()
+        self._shared = [one for one in self._shared if one[0] != MPI.REQUEST_NULL]  # the next poll tests these
 
     def finish(self, deadline_seconds: float) -> None:
         shared, self._shared = self._shared, []

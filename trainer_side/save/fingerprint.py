@@ -103,11 +103,9 @@ class DeviceSamples:
             self._plan = self._lay_out(*np.array(places, np.int64).T) if places else None
         if self._plan is None:
             return None
-        firsts = torch.empty(
-            len(self._groups), dtype=torch.int64, device="cpu", pin_memory=self._device.type != "cpu"
-        )
-        drawn = [min(first_row(step, strides), last) * ROW_BYTES for strides, last in self._groups]
-        firsts.numpy()[:] = drawn
+        pinned = self._device.type != "cpu"
+        firsts = torch.empty(len(self._groups), dtype=torch.int64, device="cpu", pin_memory=pinned)
+        firsts.numpy()[:] = [min(first_row(step, one), last) * ROW_BYTES for one, last in self._groups]
         index = firsts.to(self._device, non_blocking=True).index_select(0, self._group)
         rows = self._rows.index_select(0, index.add_(self._index))
         return DeviceRows([source.entry for source in filled], self._plan, step, *copy_to_host(rows))

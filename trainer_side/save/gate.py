@@ -209,8 +209,6 @@ def storage_address(tensor: torch.Tensor) -> int:
 def _storages(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[int]:
     """Yield the addresses of the storages that a step of this parameter changes: its own and its state's."""
     yield storage_address(parameter)
-    state = optimizer.state.get(parameter)
-    if state:
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield storage_address(value)
+    for value in optimizer.state.get(parameter, {}).values():
+        if isinstance(value, torch.Tensor):
+            yield storage_address(value)

@@ -46,8 +46,7 @@ class LayoutAgreement:
         if self._context.fresh_run.is_decided:
             return
         url, tiers = self._context.link.job.store_url, self._context.tiers.tiers
-        error = self._context.fresh_run.refusal(url, tiers, with_store=self._rank == 0)
-        if error is not None:
+        if error := self._context.fresh_run.refusal(url, tiers, with_store=self._rank == 0):
             self._send_refusal(error)
             raise error
 

@@ -137,14 +137,11 @@ def split_step(
 
 def _makes_state(optimizer: Optimizer) -> bool:
     """Whether this step will make state for a parameter that has none yet: the first step, or an unfrozen layer."""
-    stateless = type(optimizer).step is torch.optim.SGD.step and not any(
-        group.get("momentum") for group in optimizer.param_groups
-    )
-    return not stateless and any(
-        parameter.grad is not None and parameter not in optimizer.state
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    groups = optimizer.param_groups
+    if type(optimizer).step is torch.optim.SGD.step and not any(group.get("momentum") for group in groups):
+        return False
+    parameters = (parameter for group in groups for parameter in group["params"])
+    return any(one.grad is not None and one not in optimizer.state for one in parameters)
 
 
 def run_closure(arguments: StepArguments) -> tuple[StepArguments, bool]:

@@ -73,9 +73,7 @@ class TearCheck:
             ),
         ]
         self.place_of = {piece.offset: place for place, piece in enumerate(self.pieces) if piece.offset >= 0}
-        self.paths: dict[int, str] = {}
-        for tensor in layout.tensors:
-            self.paths.setdefault(tensor.entry, tensor.path)
+        self.paths = {tensor.entry: tensor.path for tensor in reversed(layout.tensors)}  # of the first tensor
         self._entries = {piece.entry for piece in self.pieces}
         self.starts = np.array([piece.entry_offset for piece in self.pieces], np.int64)
         sizes = np.array([piece.nbytes for piece in self.pieces], np.int64)
@@ -235,9 +233,8 @@ class SavedInstant:
         now = _versions([*map(self._tensors.__getitem__, tensors)])
         before = [*map(self._versions.__getitem__, tensors)]
         if now != before:
-            wrong = next(
-                place for place, one, other in zip(tensors, now, before, strict=True) if one != other
-            )
+            changes = zip(tensors, now, before, strict=True)
+            wrong = next(place for place, one, other in changes if one != other)
             return self.check.paths[self._entry_of_tensor[wrong]]
         words = _read_words(self._live[places], self.check.wide[places], self._readable[places])
         return self._first_wrong_path(places, words != self._words[places])

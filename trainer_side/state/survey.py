@@ -117,9 +117,7 @@ def survey(tree: Any) -> Survey:
         placed.append(number)
     parts = tuple(one.part() for one in used)
     specs = tuple(_spec_of(named, number, parts[number]) for named, number in zip(found, placed, strict=True))
-    paths: dict[int, str] = {}
-    for named in found:
-        paths.setdefault(id(named.tensor), named.path)
+    paths = {id(named.tensor): named.path for named in reversed(found)}
     return Survey(specs, parts, numbers, paths, (specs, tuple(part.nbytes for part in parts)))
 
 
