@@ -34,12 +34,8 @@ _REVOKE_POLLS = 40
 
 
 def _finalize() -> None:
-    if (
-        mpi4py.rc.finalize is not False
-        or not MPI.Is_initialized()
-        or MPI.Is_finalized()
-        or MpiStagerPort.any_timed_out
-    ):
+    is_running = MPI.Is_initialized() and not MPI.Is_finalized()
+    if mpi4py.rc.finalize is not False or not is_running or MpiStagerPort.any_timed_out:
         return
     # After an uncaught exception the others may wait for this rank in a collective call of the script. To wait for them
     # without a deadline would hang the job; the end of this rank is noticed.
