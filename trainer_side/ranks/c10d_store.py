@@ -147,6 +147,22 @@ class StoreMailbox:
             self._store.check([str(self.rank)])
 
 
+class StoreAnnouncements:
+    """Rank 0 announces through the store which stager is the job's. One thread at a time. PeerLost: it is lost."""
+
+    def __init__(self, store: Store, place: str) -> None:
+        self._store, self._place = store, place
+
+    def announce(self, data: bytes) -> None:
+        with store_errors(self._place, "rank 0 saying which stager is the job's"):
+            self._store.set("place", data.decode())
+
+    def latest(self) -> bytes:
+        """Return the last announcement; empty if there was none."""
+        with store_errors(self._place, "asking which stager is the job's"):
+            return bytes(self._store.compare_set("place", "", ""))
+
+
 def append(store: Any, key: str, line: str) -> None:
     """Append to the value of a key. torch's type stubs lack this method."""
     store.append(key, line)

@@ -29,6 +29,7 @@ from holdfast.process import at_exit, set_parent_death_signal
 from trainer_side.ranks.c10d_peers import C10dPeers
 from trainer_side.ranks.c10d_store import (
     JobStore,
+    StoreAnnouncements,
     StoreMailbox,
     append,
     consume,
@@ -122,8 +123,8 @@ class C10dWorld(World):
     def _start(self, generation: int) -> JobStart:
         return JobStart(self.launch, self.incarnation, generation)
 
-    def _announcements(self) -> _StoreAnnouncements:
-        return _StoreAnnouncements(self.store("stager"), self._job.place)
+    def _announcements(self) -> StoreAnnouncements:
+        return StoreAnnouncements(self.store("stager"), self._job.place)
 
     def store(self, name: str) -> Store:
         """Open a connection to the store, with a key prefix of its own. PeerLost: the store is lost."""
@@ -145,21 +146,6 @@ class C10dWorld(World):
             append(self._job.store, key, "x")  # does not wait for an answer
             if self.rank == 0:
                 _poll_until(lambda: len(self._job.store.compare_set(key, "", "")) >= self.ranks, deadline)
-
-
-class _StoreAnnouncements:
-    """`Announcements` through the store. One thread at a time."""
-
-    def __init__(self, store: Store, place: str) -> None:
-        self._store, self._place = store, place
-
-    def announce(self, data: bytes) -> None:
-        with store_errors(self._place, "rank 0 saying which stager is the job's"):
-            self._store.set("place", data.decode())
-
-    def latest(self) -> bytes:
-        with store_errors(self._place, "asking which stager is the job's"):
-            return bytes(self._store.compare_set("place", "", ""))
 
 
 def _own_rank() -> tuple[int, int]:

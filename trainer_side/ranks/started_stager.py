@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from holdfast.config import OWN_PER_NODE, OWN_STAGER, StagerConfig, TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
@@ -34,6 +34,9 @@ from holdfast.supervised import ATTEMPT_VARIABLE, KEPT_VARIABLE
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, raise_agreed
 from trainer_side.ranks.tcp_stager_port import StagerTarget, TcpStagerPort, connect_to_stager
+
+if TYPE_CHECKING:
+    from trainer_side.ranks.c10d_store import StoreAnnouncements
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -202,16 +205,6 @@ class StagerStarter:
         return {**dict(kept), "HOLDFAST_KEY": self._key}
 
 
-class Announcements(Protocol):
-    """Channel on which rank 0 announces the current stager to the other ranks, at any time. Raises `PeerLost`."""
-
-    def announce(self, data: bytes) -> None: ...
-
-    def latest(self) -> bytes:
-        """The last announcement; empty if there was none."""
-        ...
-
-
 class StartedStager:
     """A rank's connection to the own stager, or to the one that `stager` names while that can be reached
     (`on_stager_lost="own"`). Construction is collective: rank 0 finds or starts the stager, and all ranks connect.
@@ -229,7 +222,7 @@ class StartedStager:
         start: JobStart,
         *,
         one_machine: bool,
-        announcements: Announcements | None = None,
+        announcements: StoreAnnouncements | None = None,
         own: OwnShare = _ONLY_SHARE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

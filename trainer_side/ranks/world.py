@@ -26,7 +26,8 @@ from trainer_side.ranks.ports import CouncilPort, RanksPort, StagerPort
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from trainer_side.ranks.started_stager import Announcements, StartedStager
+    from trainer_side.ranks.c10d_store import StoreAnnouncements
+    from trainer_side.ranks.started_stager import StartedStager
 
 _DISCONNECT_SECONDS_MAX = 5.0
 
@@ -153,6 +154,6 @@ class World(abc.ABC):
         """A part of the job's store for `torch.distributed`; None if there is no such store. PeerLost: it is lost."""
         return None
 
-    def _announcements(self) -> Announcements | None:
+    def _announcements(self) -> StoreAnnouncements | None:
         """A channel on which rank 0 announces another stager; None: the own stager keeps its address."""
         return None

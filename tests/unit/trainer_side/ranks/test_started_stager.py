@@ -14,6 +14,7 @@ from holdfast.net.handshake import JobStart
 from holdfast.own_stager import OwnStagerEndpoint
 from tests.support.restoring import Ranks, ThreadPeers
 from trainer_side.ranks import started_stager
+from trainer_side.ranks.c10d_store import StoreAnnouncements
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.ranks.started_stager import (
     OwnShare,
@@ -95,9 +96,15 @@ class Net:
     ) -> StartedStager:
         config = TrainerConfig.from_sources(**{"store": "/mnt/run", "stager": "own", **settings})
         start = JobStart("launch", b"i" * 16)
-        made = peers or LonePeers()
+        made, announcements = peers or LonePeers(), cast(StoreAnnouncements, self)
         return StartedStager(
-            config, made, start, one_machine=True, announcements=self, own=share, clock=lambda: self.now
+            config,
+            made,
+            start,
+            one_machine=True,
+            announcements=announcements,
+            own=share,
+            clock=lambda: self.now,
         )
 
 
