@@ -30,27 +30,6 @@ _ANSWER_SECONDS_MAX = 2.0
 _DETECT_SECONDS_MAX = 1.0
 
 
-class ActiveWatch:
-    """A watch and its signals. Main thread. Without `siblings`, other ranks are unknown."""
-
-    def __init__(
-        self, watch: NoticeWatch, signals: Sequence[SignalSource], siblings: LostSiblings | None
-    ) -> None:
-        self.watch, self._signals, self._siblings = watch, signals, siblings
-
-    def signal_notice(self) -> Notice | None:
-        """Return the notice of a signal that has arrived, even if the watch's thread has not handled it yet."""
-        return next((notice for source in self._signals for notice in source.poll()), None)
-
-    def close(self) -> None:
-        """End the watch. The handlers of the signals stay."""
-        for source in self._signals:
-            source.close()
-        if self._siblings is not None:
-            self._siblings.close()
-        self.watch.close()
-
-
 class PreemptionNotices:
     """The notices of this rank, and the one that all ranks have agreed on. Made and used by the main thread.
 
@@ -96,7 +75,7 @@ def open_watch(
     *,
     rank: int,
     environ: Mapping[str, str] | None = None,
-) -> ActiveWatch | None:
+) -> NoticeWatch | None:
     """Start to watch the sources that `config.watch` names; return None if it names nothing. Main thread."""
     if not config.watch:
         return None
@@ -130,11 +109,12 @@ def open_watch(
         seconds=config.watch_seconds,
         signals=signals,
         wakes=wakes,
+        siblings=siblings,
     )
     watch.start()
     if siblings is not None:
         siblings.start(lambda: any(source.ends_by_default for source in signals if source.name == "sigterm"))
-    return ActiveWatch(watch, signals, siblings)
+    return watch
 
 
 def _find_siblings(environ: Mapping[str, str], *, rank: int) -> LostSiblings | None:

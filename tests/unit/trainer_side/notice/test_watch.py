@@ -93,7 +93,7 @@ def test_a_signal_is_passed_on_without_waiting_for_the_next_look() -> None:
     config = TrainerConfig(watch=("sigusr1",), watch_seconds=3600, watch_grace_seconds=7)
     watching = open_watch(config, heard.append, rank=0, environ={})
     assert watching is not None
-    until(lambda: watching.watch.polls.get("sigusr1", 0) == 1)
+    until(lambda: watching.polls.get("sigusr1", 0) == 1)
     before = time.time()
     os.kill(os.getpid(), signal.SIGUSR1)
     until(lambda: heard)
@@ -117,7 +117,7 @@ def test_off_unless_configured_and_one_rank_of_a_machine_asks() -> None:
         assert first is not None
         assert other is not None
         until(lambda: server.asked[AWS_ACTION] > 2)
-        assert other.watch.polls == {}
+        assert other.polls == {}
         assert server.asked[AWS_TOKEN] == 1
         first.close()
         other.close()
