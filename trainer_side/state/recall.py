@@ -51,10 +51,6 @@ class Snapshot(NamedTuple):
     text_length: int  # of all its strings together; keys do not count
 
 
-class _UnknownClassError(ValueError):
-    """The tree holds a value of a class that is not copied."""
-
-
 def snapshot(tree: Any, known: Mapping[int, Any]) -> Snapshot | None:
     """Copy the containers of `tree`; None if it holds a value of an unknown class, or itself. `known`: By id(), the
     replacement of a tensor or a container.
@@ -62,11 +58,13 @@ def snapshot(tree: Any, known: Mapping[int, Any]) -> Snapshot | None:
     copying = _TreeCopier(known)
     try:
         return Snapshot(copying.copy(tree), copying.text_length)
-    except (_UnknownClassError, RecursionError):
+    except (ValueError, RecursionError):
         return None
 
 
 class _TreeCopier:
+    """Copies containers; ValueError: the tree holds a value of a class that is not copied."""
+
     def __init__(self, known: Mapping[int, Any]) -> None:
         self.text_length = 0
         self._copies = {**known}  # by id(): the tree keeps the originals alive meanwhile
@@ -92,7 +90,7 @@ class _TreeCopier:
         elif kind is list or kind is tuple:
             copied = kind([one if type(one) in _KEPT else self.copy(one) for one in value])
         else:
-            raise _UnknownClassError
+            raise ValueError(kind)
         self._copies[id(value)] = copied
         return copied
 
