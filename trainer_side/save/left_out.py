@@ -64,17 +64,14 @@ class RestoredTensors:
                 said.append(f"{path} is no longer part of the state")
             elif local_of(current) is not current or (filled.sample and _sample(current) == filled.sample):
                 continue
-            elif path_of[id(current)] != path or self._was_restored(current):
-                filled_paths = (other for other, one in self._parameters.items() if one.tensor() is current)
-                first = next(filled_paths, path_of[id(current)])
-                said.append(f"{path} is now the same tensor as {first}")
             else:
-                said.append(f"{path} is another tensor now, with the script's own values")
+                restored = (other for other, one in self._parameters.items() if one.tensor() is current)
+                if (first := next(restored, path_of[id(current)])) != path:
+                    said.append(f"{path} is now the same tensor as {first}")
+                else:
+                    said.append(f"{path} is another tensor now, with the script's own values")
         self._parameters.clear()
         return said
-
-    def _was_restored(self, tensor: torch.Tensor) -> bool:
-        return any(filled.tensor() is tensor for filled in self._parameters.values())
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
