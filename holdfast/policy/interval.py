@@ -23,8 +23,9 @@ _BISECTIONS = 200  # more than a double has bits
 
 
 def least_interval(cost: Cost, overhead_max: float, *, every_max: int) -> int:
-    """Return the shortest interval, in iterations, whose overhead is at most `overhead_max`; 0.03 means 3 %. ConfigError:
-    no interval up to `every_max` keeps the bound; says which bound can be kept, and which interval would be needed.
+    """Return the shortest interval, in iterations, whose overhead is at most `overhead_max`; 0.03 means 3 %.
+    ConfigError: no interval up to `every_max` keeps the bound; says which bound can be kept, and which interval would
+    be needed.
     """
     if not 0 < overhead_max < math.inf:
         raise ConfigError(f"overhead_max: expected more than 0, such as 0.03 for 3 %, got {overhead_max}")

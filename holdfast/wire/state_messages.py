@@ -275,7 +275,8 @@ class Agreement:
             raise ProtocolError(f"RESERVED: rank0_only is {paths!r:.100}, expected paths")
         try:
             patterns = tuple(map(Pattern.from_json, document.get("patterns", [])))
-            rows = tuple((row, number) for row, number in map(wire.whole_numbers, document.get("split_rows", [])))
+            given = map(wire.whole_numbers, document.get("split_rows", []))
+            rows = tuple((row, number) for row, number in given)
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"RESERVED: patterns that cannot be read: {error}") from error
         if any(number >= len(patterns) for _, number in rows):

@@ -73,7 +73,9 @@ class MetadataServer:
         if late.is_set():
             raise SourceError(too_late)
         if len(body) > _BODY_BYTES_MAX:
-            raise SourceError(f"{what}: expected an answer of at most {_BODY_BYTES_MAX} bytes, got a longer one")
+            raise SourceError(
+                f"{what}: expected an answer of at most {_BODY_BYTES_MAX} bytes, got a longer one"
+            )
         if 300 <= response.status < 400:
             raise SourceError(f"{what}: answered with a redirect ({response.status}), which is not followed")
         if response.status >= 500 or response.status == 429:

@@ -29,6 +29,7 @@ from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import COLLECTIVE_SECONDS_MAX, Pieces, divide, poll_until
 
 _PIECE_BYTES_MAX = 16 << 20  # each rank forwards whole messages: smaller ones keep a chain of many ranks busy
+_SECONDS_MAX = COLLECTIVE_SECONDS_MAX
 _PAUSE_SECONDS_MAX = 2e-3
 _NEVER = timedelta(days=365)  # gloo's own timeout of a call: this file keeps the deadlines
 _CLOSE_TAG = 0
@@ -155,7 +156,7 @@ class C10dPeers:
             _scatter(message)
 
     def _wait_for(
-        self, work: Work, what: str, deadline: float | None = None, seconds_max: float = COLLECTIVE_SECONDS_MAX
+        self, work: Work, what: str, deadline: float | None = None, seconds_max: float = _SECONDS_MAX
     ) -> None:
         deadline = time.monotonic() + seconds_max if deadline is None else deadline
         if not poll_until(work.is_completed, deadline):

@@ -67,7 +67,7 @@ class MpiPeers:
             raise lost_peer(error, "a process was lost during the restore") from error
         for _, scattered in (one for one in self._shared if one[0] == MPI.REQUEST_NULL):
             scattered.Free()
-        self._shared = [one for one in self._shared if one[0] != MPI.REQUEST_NULL]  # the next poll tests these
+        self._shared = [one for one in self._shared if one[0] != MPI.REQUEST_NULL]
 
     def finish(self, deadline_seconds: float) -> None:
         shared, self._shared = self._shared, []

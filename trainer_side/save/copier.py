@@ -262,9 +262,7 @@ class Copier:
             f"{path} was changed after save({job.transfer.step}), before its copy was done, and not in a step of its "
             "optimizer"
         )
-        way_out = (
-            "Call checkpointer.wait_copied() before such changes, or make them in `with checkpointer.changing():`"
-        )
+        way_out = "Call checkpointer.wait_copied() before such changes, or make them in `with checkpointer.changing():`"
         self._fail(job, DeclineCause.TORN.because(f"{what}; the step is withdrawn. {way_out}"))
         self._copy_policy.distrust(what)
 

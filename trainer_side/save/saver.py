@@ -131,9 +131,7 @@ class Saver:
     ) -> bool:
         """Begin a save, as `Checkpointer.save`. `wait_seconds_max`: For room, regardless of the settings."""
         begun, saved_at_unix = time.monotonic(), time.time()
-        if step != self._late_step:
-            self.decline_late()
-        self._late_reason = None
+        self._clear_late(step)
         reach(Point.SAVE_BEGUN)
         self._copier.compare_if_due()
         self._tiers.set_attempt(self._link.job.attempt)
@@ -190,6 +188,11 @@ class Saver:
             self._pool.release(place, stuck)
             raise PoolFull(stuck)
         return place
+
+    def _clear_late(self, step: int) -> None:
+        if step != self._late_step:
+            self.decline_late()
+        self._late_reason = None
 
     def _no_room(self, step: int, reason: Reason, *, is_late: bool) -> bool:
         """Decline the step; a busy one only once training continues. `is_late`: the save has waited for room."""
