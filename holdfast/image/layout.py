@@ -381,8 +381,14 @@ class Layout:
                 chunk_bytes=_whole_number(document["chunk_bytes"]),
                 ranks=_whole_number(document["ranks"]),
                 entries=tuple(
-                    Entry(_text(name), *_whole_numbers(numbers), crc_fields=_whole_numbers(crc_fields))
-                    for name, *numbers, crc_fields in document["entries"]
+                    Entry(
+                        _text(name),
+                        _whole_number(offset),
+                        _whole_number(nbytes),
+                        _whole_number(owner),
+                        _whole_numbers(crc_fields),
+                    )
+                    for name, offset, nbytes, owner, crc_fields in document["entries"]
                 ),
                 tensors=tuple(
                     TensorInfo(_text(path), _text(dtype), _whole_numbers(shape), _whole_number(entry))

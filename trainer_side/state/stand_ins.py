@@ -8,7 +8,6 @@ keeps them, so that a later save finds the same ones in its tree; this rank send
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -294,7 +293,7 @@ class SplitStandIns:
             local = expanded.held[path].local
             before = classes.get(local.untyped_storage()._cdata)
             number = patterns.get(path)
-            if number is None and math.prod(expanded.held[path].shape):
+            if number is None and 0 not in expanded.held[path].shape:
                 raise StateError(f"{path} is split among the ranks, and they have not agreed how; save again")
             owner = 0 if number is None else SPLIT - number
             owned[storage] = Ownership(owner, gated=before is not None and before.gated)

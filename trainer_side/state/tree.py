@@ -109,8 +109,12 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
     # A subclass may save something else; before the first batch there are no tensors.
     known = scaler.is_enabled() and type(scaler).state_dict is torch.amp.GradScaler.state_dict
-    has_tensors = isinstance(scale, torch.Tensor) and isinstance(tracker, torch.Tensor)
-    if known and has_tensors and scale.device.type != "cpu":
+    if (
+        known
+        and isinstance(scale, torch.Tensor)
+        and isinstance(tracker, torch.Tensor)
+        and scale.device.type != "cpu"
+    ):
         return {
             "scale": PendingNumber(scale),
             "growth_factor": scaler.get_growth_factor(),
