@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from holdfast.image.entries import SPLIT, Entry
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Region
-from holdfast.wire.held_regions import HeldRegions
 from holdfast.wire.layout_round import LayoutRound
-from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.state_messages import Agreement, HeldRegions, Proposal
 
 __all__ = ["RANKS", "agreed", "layout_of", "tensors"]
 

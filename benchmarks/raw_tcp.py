@@ -22,8 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
+from holdfast.config import TrainerConfig
 from holdfast.image.entries import Extent
 from holdfast.net.address import Address
+from holdfast.net.handshake import JobStart
 from holdfast.process import wait_readable
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
@@ -131,19 +133,16 @@ def _tcp_stager(place: Path, host: str, chunks: int, chunk_bytes: int, *, with_t
 
 
 def _tcp_rank(place: Path, rank: int, chunk_bytes: int, *, with_tls: bool = False) -> None:
-    from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+    from trainer_side.ranks.tcp_stager_port import StagerTarget, connect_to_stager
 
-    port = TcpStagerPort.connect(
-        address=_told(place),
-        key=_KEY,
+    tls_ca = place / CERT if with_tls else None
+    port = connect_to_stager(
+        TrainerConfig(connections=CONNECTIONS, reconnect_seconds_max=30.0, tls_ca=tls_ca),
+        StagerTarget(_told(place), _KEY),
         rank=rank,
         ranks=RANKS,
-        launch="benchmark",
-        incarnation=b"1" * 16,
-        connections=CONNECTIONS,
-        reconnect_seconds_max=30.0,
-        start_seconds_max=_SECONDS_MAX,
-        tls_ca=place / CERT if with_tls else None,
+        start=JobStart("benchmark", b"1" * 16),
+        seconds_max=_SECONDS_MAX,
     )
     _send(port, chunk_bytes)
 
@@ -234,9 +233,9 @@ def main() -> None:
 
             _serve(MpiTrainersPort.join(_SECONDS_MAX), a.chunks, a.chunk_bytes)
         else:
-            from trainer_side.ranks.mpi_world import MpiWorld
+            from trainer_side.ranks.joined import join_world
 
-            _send(MpiWorld.join(_SECONDS_MAX).port(), a.chunk_bytes)
+            _send(join_world(TrainerConfig(start_seconds_max=_SECONDS_MAX)).port(), a.chunk_bytes)
     elif a.way == "bare":
         if a.role == "stager":
             _bare_stager(a.place, a.host, a.chunks, a.chunk_bytes)

@@ -25,12 +25,12 @@ from trainer_side.link.inbox import StagerInbox
 from trainer_side.link.stager_message import StagerMessage
 from trainer_side.link.to_stager import ToStager
 from trainer_side.notice.agreed_steps import AgreedSteps
-from trainer_side.notice.preemption_notices import PreemptionNotices
+from trainer_side.notice.open_sources import PreemptionNotices
 from trainer_side.pace.schedule import Schedule
 from trainer_side.proof.resume_check import ResumeCheck
 from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import Peers
-from trainer_side.ranks.ports import World
+from trainer_side.ranks.world import World
 from trainer_side.save.copier import Copier
 from trainer_side.save.fresh_run_check import FreshRunCheck
 from trainer_side.save.hook_coverage import CopyPolicy

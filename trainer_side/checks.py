@@ -13,7 +13,7 @@ from holdfast.store.file_system import file_system_of
 from trainer_side.notice.aws import Aws
 from trainer_side.notice.azure import Azure
 from trainer_side.notice.gcp import Gcp
-from trainer_side.notice.source import NoticeSource, SourceError
+from trainer_side.notice.watch import NoticeSource, SourceError
 from trainer_side.save.host_memory import lock
 from trainer_side.tiers.first_touch import huge_buffer
 from trainer_side.tiers.open_tiers import memory_directory

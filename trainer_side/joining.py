@@ -31,7 +31,8 @@ from trainer_side.link.stager_group import StagerGroup
 from trainer_side.link.to_stager import ToStager
 from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.ranks.peers import Peers, agree, gather
-from trainer_side.ranks.ports import StagerPort, World
+from trainer_side.ranks.ports import StagerPort
+from trainer_side.ranks.world import World
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.seat import claim_port
 from trainer_side.tiers.tier import Tier

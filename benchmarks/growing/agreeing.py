@@ -16,9 +16,8 @@ import psutil
 from holdfast.image.entries import REPLICATED, SPLIT
 from holdfast.image.regions import Region
 from holdfast.wire.frames import decode
-from holdfast.wire.held_regions import HeldRegions
 from holdfast.wire.layout_round import LayoutRound
-from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.state_messages import Agreement, HeldRegions, Proposal
 
 __all__ = ["STATES", "agree"]
 

@@ -112,14 +112,10 @@ def patch_chunk(
 
     values = [crc.to_bytes(_FIELD_BYTES, "little") for crc in entry_crcs[fields.whole.size :]]
     whole, crcs = in_copy(fields.whole), np.array(entry_crcs[: fields.whole.size], np.uint32)
+    cut_at = in_copy(np.array([part.offset for part in fields.cut], np.int64)).tolist()
     cut = [
         (at, part.offset, value[part.first : part.first + part.nbytes])
-        for at, part, value in zip(
-            in_copy(np.array([part.offset for part in fields.cut], np.int64)).tolist(),
-            fields.cut,
-            values,
-            strict=True,
-        )
+        for at, part, value in zip(cut_at, fields.cut, values, strict=True)
     ]
     _put(pieces, whole, 0)
     for at, _, value in cut:

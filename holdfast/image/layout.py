@@ -25,7 +25,7 @@ import bisect
 import hashlib
 import json
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -238,8 +238,7 @@ class Layout:
         found: list[SentPart] = []
         for segment in self.segments(chunk):
             if self.is_split(segment):
-                part = self.part(segment, rank)
-                if part is not None:
+                if (part := self.part(segment, rank)) is not None:
                     found.append(part)
             elif self.sender(chunk, segment) == rank:
                 inside = 0 if segment.entry is None else segment.offset - self.entries[segment.entry].offset
@@ -251,20 +250,16 @@ class Layout:
         """Return the bytes that a rank sends of a split segment; None if it sends none."""
         number, pattern = self._split(segment)
         region = pattern.region_of.get(rank)
-        share = None if region is None else pattern.share(rank, number, self.spared)
+        shares = () if region is None else pattern.shares(region, number, self.spared)
+        share = next((share for share in shares if share.rank == rank), None)
         if region is None or share is None:
             return None
         first, end = self._share_within(segment, region, share)
         if first >= end:
             return None
         start = self.entries[number].offset
-        extents = pattern.combs[region].extents(first, end)
-        return SentPart(
-            number,
-            first,
-            end - first,
-            tuple(Extent(start + extent.offset, extent.nbytes) for extent in extents),
-        )
+        places = (Extent(start + at, nbytes) for at, nbytes in pattern.combs[region].extents(first, end))
+        return SentPart(number, first, end - first, tuple(places))
 
     def _split(self, segment: Segment) -> tuple[int, Pattern]:
         assert segment.entry is not None
@@ -300,12 +295,9 @@ class Layout:
         for chunk in range(self.chunks):
             by_rank: dict[int, list[Extent]] = {}
             for segment in self.segments(chunk):
-                mine = by_rank.setdefault(self.sender(chunk, segment), [])
-                if mine and mine[-1].end == segment.offset:
-                    mine[-1] = Extent(mine[-1].offset, mine[-1].nbytes + segment.nbytes)
-                else:
-                    mine.append(Extent(segment.offset, segment.nbytes))
-            result.append({rank: tuple(extents) for rank, extents in by_rank.items()})
+                extent = Extent(segment.offset, segment.nbytes)
+                by_rank.setdefault(self.sender(chunk, segment), []).append(extent)
+            result.append({rank: tuple(merge_adjacent(extents)) for rank, extents in by_rank.items()})
         return tuple(result)
 
     @cached_property
@@ -316,15 +308,12 @@ class Layout:
         """Return the ranks that send into chunk `chunk`, ascending."""
         if not self.patterns:
             return tuple(sorted(self._pieces[chunk]))
-        kept = self._cached_senders.get(chunk)
-        if kept is not None:
+        if (kept := self._cached_senders.get(chunk)) is not None:
             return kept
         found: set[int] = set()
         for segment in self.segments(chunk):
-            if self.is_split(segment):
-                found.update(self.split_senders(segment))
-            else:
-                found.add(self.sender(chunk, segment))
+            split = self.is_split(segment)
+            found.update(self.split_senders(segment) if split else [self.sender(chunk, segment)])
         senders = self._cached_senders[chunk] = tuple(sorted(found))
         while len(self._cached_senders) > _CHUNKS_KEPT:
             self._cached_senders.popitem(last=False)
@@ -340,18 +329,14 @@ class Layout:
     def sent_frames(self, rank: int) -> Iterator[tuple[int, tuple[Extent, ...]]]:
         """Yield all frames of rank `rank` in sending order: `(chunk, extents)`, chunks ascending."""
         for chunk in range(self.chunks):
-            extents = self.pieces(chunk, rank)
-            if extents:
+            if extents := self.pieces(chunk, rank):
                 yield chunk, extents
 
     @cached_property
     def frames(self) -> tuple[int, ...]:
         """The number of frames that each rank sends."""
-        frames = [0] * self.ranks
-        for chunk in range(self.chunks):
-            for rank in self.senders(chunk):
-                frames[rank] += 1
-        return tuple(frames)
+        sent = Counter(rank for chunk in range(self.chunks) for rank in self.senders(chunk))
+        return tuple(sent[rank] for rank in range(self.ranks))
 
     def slice_bytes(self, rank: int) -> int:
         """Return how many bytes rank `rank` sends for one checkpoint."""

@@ -110,10 +110,9 @@ class Manifest(_ManifestRecord):
     layout_digest: _Text
     write_id: _Text  # random, names this one write; also on the object itself if the store keeps metadata
     created: _Text
-    pgt1_seconds: Annotated[
-        float, Field(ge=0, allow_inf_nan=False)
-    ]  # from the first `save()` of a rank to staged
-    pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # to durable
+    # from the first `save()` of a rank to staged, and to durable
+    pgt1_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     # numbers that the script gave for this state, such as its validation loss
     metrics: Metrics = Field(default_factory=dict)
     # the rule by which the writer kept the best checkpoints of the run; None without one
@@ -191,28 +190,21 @@ class Manifest(_ManifestRecord):
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Manifest:
         """Read a result of `to_bytes`. `source`: For messages. DamageError: truncated or altered."""
-        body = _unseal(data, source)
+        body, cannot = _unseal(data, source), f"{source}: this version cannot read the manifest"
         try:
             check_cost(json_cost(body), len(data), PLAIN_FACTOR)
             # Before validation, because pydantic keeps a copy of all the input for each missing field.
             document = from_json(body)
-            missing = [
-                name
-                for name, field in cls.model_fields.items()
-                if field.is_required() and name not in document
-            ]
+            required = (name for name, field in cls.model_fields.items() if field.is_required())
+            missing = [name for name in required if name not in document]
             del document
             if missing:
-                raise DamageError(
-                    f"{source}: this version cannot read the manifest: it has no {', '.join(missing)}"
-                )
+                raise DamageError(f"{cannot}: it has no {', '.join(missing)}")
             return cls.model_validate_json(body)
         except InputTooLarge as error:
             raise DamageError(f"{source}: not read: {error}; find out who wrote it") from error
         except (ValidationError, ValueError, TypeError, RecursionError) as error:
-            raise DamageError(
-                f"{source}: this version cannot read the manifest: {_describe_error(error)}"
-            ) from error
+            raise DamageError(f"{cannot}: {_describe_error(error)}") from error
 
     @classmethod
     def head_from_bytes(cls, data: bytes, *, source: str) -> Manifest:

@@ -104,9 +104,7 @@ class Comb:
         if end <= (run + 1) * self.run_bytes:
             return [Extent(self._place(run) + inside, end - first)]
         last, rest = divmod(end, self.run_bytes)
-        runs = last + (rest > 0)
-        places = self._places(run, runs)
-        found = [Extent(place, self.run_bytes) for place in places]
+        found = [Extent(place, self.run_bytes) for place in self._places(run, last + (rest > 0))]
         found[0] = Extent(found[0].offset + inside, self.run_bytes - inside)
         if rest:
             found[-1] = Extent(found[-1].offset, rest)
@@ -247,13 +245,6 @@ class Pattern:
             Share(holders[(turn + part) % len(holders)], part * nbytes // parts, (part + 1) * nbytes // parts)
             for part in range(parts)
         ]
-
-    def share(self, rank: int, turn: int, spared: Collection[int] = ()) -> Share | None:
-        """Return the share of this rank, as in `shares`; None if the rank sends nothing."""
-        number = self.region_of.get(rank)
-        if number is None:
-            return None
-        return next((share for share in self.shares(number, turn, spared) if share.rank == rank), None)
 
     def to_json(self) -> list[Any]:
         """Return a JSON document for `from_json`."""

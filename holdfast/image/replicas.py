@@ -12,8 +12,7 @@ stager compares them before it stages.
 Watched entries are replicated entries that one tensor fills (bytes between tensors belong to no tensor), and sharded
 entries with a region that several ranks hold, as in HSDP: the fingerprint of a rank's region is compared with those of
 its other holders. Both sides derive the watched entries from the layout by the same rule, so only the CRCs are sent:
-four bytes for each entry, as base64 in the JSON body, 5.4 MB for a million, which is below `MAX_BODY_BYTES` for every
-valid layout. A tree of digests would save few bytes, and cost a round trip when replicas differ.
+four bytes for each entry, as base64 in the JSON body: 5.4 MB for a million.
 
 Samples rotate: every `stride`-th row of `ROW_BYTES`, beginning at a row that `first_row` draws from the step. All ranks
 sample the same rows at a step, and over many steps every row is sampled.
@@ -28,7 +27,6 @@ import binascii
 import hashlib
 import math
 import struct
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -53,22 +51,10 @@ _DRIFT_CHARACTERS_MAX = 4000
 _WHOLE_BYTES_MAX = ROW_BYTES * _ROWS_MAX  # of an entry whose every row is sampled each time
 _U64 = 2**64 - 1
 _ITEM_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "uint16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
 }
 
@@ -81,10 +67,8 @@ def watched_entries(layout: Layout) -> tuple[int, ...]:
         item_bytes = _ITEM_BYTES.get(tensor.dtype.partition(",")[0], 0)
         if 0 < math.prod(tensor.shape) * item_bytes == layout.entries[tensor.entry].nbytes:
             filling.add(tensor.entry)
-    return (
-        *replicated_entries(layout, filling),
-        *(entry for entry in sorted(filling) if _is_shared(layout, entry)),
-    )
+    shared = (entry for entry in sorted(filling) if _is_shared(layout, entry))
+    return (*replicated_entries(layout, filling), *shared)
 
 
 def replicated_entries(layout: Layout, entries: Iterable[int]) -> tuple[int, ...]:
@@ -206,9 +190,7 @@ class ReplicaComparer:
     def __init__(self) -> None:
         self._watched: dict[str, tuple[int, ...]] = {}
         self._reported: set[tuple[int, str]] = set()
-        self._unresolved: dict[
-            str, int
-        ] = {}  # path → step at which the tensor drifted, if it may still differ
+        self._unresolved: dict[str, int] = {}  # path → step at which it drifted, if it may still differ
 
     def read(self, layout: Layout, text: Any) -> tuple[int, ...]:
         """Read one rank's fingerprints. Raises `ProtocolError` as `decode`."""
@@ -218,16 +200,13 @@ class ReplicaComparer:
         self, layout: Layout, step: int, fingerprints: Mapping[int, tuple[int, ...]]
     ) -> Divergence | None:
         """Compare the ranks that sent fingerprints; None if these are the same."""
-        if _all_equal(layout, self._entries(layout), fingerprints) and not (
-            self._unresolved and fingerprints
-        ):
+        entries = self._entries(layout)
+        if _all_equal(layout, entries, fingerprints) and not (self._unresolved and fingerprints):
             return None
-        paths: dict[int, str] = {}
-        for tensor in layout.tensors:
-            paths.setdefault(tensor.entry, tensor.path)
+        paths = {tensor.entry: tensor.path for tensor in reversed(layout.tensors)}  # of the first tensor
         drifted: dict[int, list[str]] = {}
         undecided: dict[str, list[list[int]]] = {}
-        for place, entry in enumerate(self._entries(layout)):
+        for place, entry in enumerate(entries):
             sides = [
                 {rank: fingerprints[rank][place] for rank in ranks if rank in fingerprints}
                 for ranks in _replica_groups(layout, entry)
@@ -300,16 +279,15 @@ def _attribute_drift(
     """Record which ranks differ in a tensor, by majority; else in `undecided`. `values`: rank → fingerprint."""
     if len(set(values.values())) < 2:
         return
-    common, votes = Counter(values.values()).most_common()[0]
-    if 2 * votes > len(values):
-        for rank, value in values.items():
-            if value != common:
-                drifted.setdefault(rank, []).append(path)
-        return
     groups: dict[int, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
-    undecided.setdefault(path, []).extend(groups.values())
+    most = max(groups.values(), key=len)
+    if 2 * len(most) <= len(values):
+        undecided.setdefault(path, []).extend(groups.values())
+        return
+    for rank in values.keys() - most:
+        drifted.setdefault(rank, []).append(path)
 
 
 def format_tensors(paths: Sequence[str]) -> str:

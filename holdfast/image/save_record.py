@@ -136,11 +136,11 @@ class StepRecord:
 
     def to_json(self) -> dict[str, Any]:
         stager = ((name, getattr(self, name)) for name in _STAGER)
-        document: dict[str, Any] = {
-            "ranks": {str(rank): one.to_json() for rank, one in sorted(self.ranks.items())}
+        return {
+            "ranks": {str(rank): one.to_json() for rank, one in sorted(self.ranks.items())},
+            "stager": {name: value for name, value in stager if value is not None},
+            **({"divergence": {"message": self.drift}} if self.drift else {}),
         }
-        document["stager"] = {name: value for name, value in stager if value is not None}
-        return document | ({"divergence": {"message": self.drift}} if self.drift else {})
 
     @classmethod
     def from_json(cls, document: Any) -> Self:
@@ -149,19 +149,16 @@ class StepRecord:
         ranks, stager, divergence = (
             _mapping(document.get(name)) for name in ("ranks", "stager", "divergence")
         )
-        record = cls(
+        drift = divergence.get("message")
+        return cls(
             {
                 int(rank): SaveRecord.from_json(one)
                 for rank, one in ranks.items()
                 if isinstance(one, Mapping) and len(str(rank)) <= _RANK_DIGITS_MAX and str(rank).isdecimal()
-            }
+            },
+            **{name: stager[name] for name in _STAGER if is_number(stager.get(name))},
+            drift=drift if isinstance(drift, str) else "",
         )
-        for name in _STAGER:
-            if is_number(stager.get(name)):
-                setattr(record, name, stager[name])
-        drift = divergence.get("message")
-        record.drift = drift if isinstance(drift, str) else ""
-        return record
 
     @property
     def saved_at_unix(self) -> float | None:

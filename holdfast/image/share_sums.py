@@ -74,8 +74,7 @@ def part_crcs(layout: Layout, shares: Shares, chunk_crcs: Sequence[int]) -> dict
     """Combine the CRCs of chunks into those of each part of the image."""
     found: dict[int, int] = {}
     for part in range(shares.parts):
-        first = part * shares.part_chunks
-        chunks = range(first, min(first + shares.part_chunks, shares.chunks))
+        chunks = range(shares.chunks)[part * shares.part_chunks : (part + 1) * shares.part_chunks]
         found[part] = combine_all((chunk_crcs[chunk], layout.chunk_extent(chunk).nbytes) for chunk in chunks)
     return found
 

@@ -92,9 +92,7 @@ class Shares:
     def chunks_of(self, share: int) -> range:
         """Return the chunks of one share; empty for a writer without a share."""
         parts = self.parts_of(share)
-        return range(
-            min(parts.start * self.part_chunks, self.chunks), min(parts.stop * self.part_chunks, self.chunks)
-        )
+        return range(self.chunks)[parts.start * self.part_chunks : parts.stop * self.part_chunks]
 
     def owner(self, chunk: int) -> int:
         """Return the share that a chunk of the image belongs to."""

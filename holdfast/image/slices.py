@@ -47,9 +47,8 @@ def frames_of(layout: Layout, rank: int) -> tuple[SliceFrame, ...]:
     frames: list[SliceFrame] = []
     offset = 0
     for chunk, extents in layout.sent_frames(rank):
-        nbytes = sum(extent.nbytes for extent in extents)
-        frames.append(SliceFrame(chunk, extents, offset, nbytes))
-        offset += _align_up(nbytes)
+        frames.append(SliceFrame(chunk, extents, offset, sum(extent.nbytes for extent in extents)))
+        offset += frames[-1].padded_bytes
     return tuple(frames)
 
 

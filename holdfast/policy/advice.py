@@ -19,19 +19,14 @@ _TENTHS_BELOW_SECONDS = 10.0  # in the line: `3.4 s`, `38 s`
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """An interval with its reasons.
-
-    Attributes:
-        overhead: Share of training time that checkpoints cost without interruptions; 0.03 means 3 %.
-        lost_seconds: Time whose work an interruption destroys, on average: half a cycle, plus the time until a
-            checkpoint is safe. Restart and restore are not included: they do not depend on the interval.
-        lost_dollars: Price of that time; None: no price is known.
-    """
+    """An interval with its reasons."""
 
     every: int
-    overhead: float
+    overhead: float  # share of training time that checkpoints cost without interruptions; 0.03 means 3 %
+    # Time whose work an interruption destroys, on average: half a cycle, plus the time until a checkpoint is safe.
+    # Restart and restore are not included: they do not depend on the interval.
     lost_seconds: float
-    lost_dollars: float | None
+    lost_dollars: float | None  # price of that time; None: no price is known
 
     def describe(self) -> str:
         steps = "every step" if self.every == 1 else f"every {self.every} steps"
@@ -42,31 +37,22 @@ class Advice:
 
 
 def advise(
-    cost: Cost,
-    hazard: Hazard,
-    *,
-    overhead_max: float = _OVERHEAD_MAX,
-    every_max: int = _EVERY_MAX,
-    survives_staged: bool = True,
+    cost: Cost, hazard: Hazard, *, overhead_max: float = _OVERHEAD_MAX, every_max: int = _EVERY_MAX
 ) -> Advice:
     """Return the interval with the smallest expected loss within the bound; without known losses, the shortest within
-    it. `overhead_max`: the bound, as a share of training time; 0.03 means 3 %. `survives_staged`: whether a staged
-    checkpoint survives an interruption; otherwise only a durable one does.
-
-    Raises:
-        ConfigError: The bound cannot be kept; the message says which bound can.
+    it. `overhead_max`: the bound, as a share of training time; 0.03 means 3 %. ConfigError: it cannot be kept; says
+    which bound can.
     """
     every = least_interval(cost, overhead_max, every_max=every_max)
     if hazard.per_hour > 0:
         mtbf_seconds = _HOUR_SECONDS / hazard.per_hour
         every = best_interval(cost, mtbf_seconds, at_least=every, every_max=every_max)
-    return advice_at(cost, hazard, every, survives_staged=survives_staged)
+    return advice_at(cost, hazard, every)
 
 
-def advice_at(cost: Cost, hazard: Hazard, every: int, *, survives_staged: bool = True) -> Advice:
-    """Return the reasons for a given interval. Other arguments as for `advise`."""
-    safe_seconds = cost.staged_seconds if survives_staged else cost.durable_seconds
-    lost_seconds = cost.cycle_seconds(every) / 2 + safe_seconds
+def advice_at(cost: Cost, hazard: Hazard, every: int) -> Advice:
+    """Return the reasons for a given interval."""
+    lost_seconds = cost.cycle_seconds(every) / 2 + cost.staged_seconds
     price = hazard.dollars_per_hour
     lost_dollars = None if price is None else lost_seconds * price / _HOUR_SECONDS
     return Advice(every, cost.overhead(every), lost_seconds, lost_dollars)

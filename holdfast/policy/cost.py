@@ -16,21 +16,13 @@ from holdfast.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Measured costs of training and of its checkpoints.
+    """Measured costs of training and of its checkpoints."""
 
-    Attributes:
-        iteration_seconds: Time of one iteration without a checkpoint.
-        stall_seconds: Stall of the training thread by one checkpoint (CST).
-        staged_seconds: From `save()` until the checkpoint survives the loss of the training's machines (PGT-1).
-        durable_seconds: From `save()` until the checkpoint is in the store (PGT-2); it is in flight until then.
-        in_flight_max: Number of checkpoints that may be in flight.
-    """
-
-    iteration_seconds: float
-    stall_seconds: float
-    staged_seconds: float
-    durable_seconds: float
-    in_flight_max: int = 1
+    iteration_seconds: float  # of one without a checkpoint
+    stall_seconds: float  # of the training thread by one checkpoint (CST)
+    staged_seconds: float  # from `save()` until it survives the loss of the training's machines (PGT-1)
+    durable_seconds: float  # from `save()` until it is in the store (PGT-2); it is in flight until then
+    in_flight_max: int = 1  # checkpoints that may be in flight
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.iteration_seconds) and self.iteration_seconds > 0):
@@ -63,10 +55,7 @@ class Cost:
 def best_in_flight(durable_seconds: Mapping[int, float], *, places_max: int) -> int:
     """Return the number of checkpoints to have in flight: the N with the smallest `T_w(N) / N` (PCcheck, section 3.4).
     `durable_seconds`: N → T_w, measured with N checkpoints in flight; T_w grows with N because they share one device.
-    Among equals the smallest N wins.
-
-    Raises:
-        ConfigError: No N up to `places_max` was measured, or a time is not more than 0.
+    Among equals the smallest N wins. ConfigError: no N up to `places_max` was measured, or a time is not more than 0.
     """
     room = {places: seconds for places, seconds in durable_seconds.items() if 1 <= places <= places_max}
     if not room:

@@ -36,20 +36,14 @@ class Change:
 
 
 class Governor:
-    """Decides after each checkpoint.
+    """Decides after each checkpoint. The owner may replace the attribute `hazard` at any time.
 
-    Args:
-        hazard: How often training is interrupted; also an attribute, which the owner may replace at any time.
-        overhead_max: Largest share of training time that checkpoints may cost; 0.03 means 3 %.
-        every_seconds_max: The longest interval to accept. If no interval up to this one keeps `overhead_max`, this one
-            is used, and `Change.problem` says so.
+    `overhead_max`: Largest share of training time that checkpoints may cost, above 0; 0.03 means 3 %.
+    `every_seconds_max`: The longest interval to accept, above 0. If no interval up to this one keeps `overhead_max`,
+    this one is used, and `Change.problem` says so.
     """
 
     def __init__(self, hazard: Hazard, *, overhead_max: float, every_seconds_max: float) -> None:
-        if not 0 < overhead_max < math.inf:
-            raise ConfigError(f"overhead_max: expected more than 0, such as 0.03 for 3 %, got {overhead_max}")
-        if not 0 < every_seconds_max < math.inf:
-            raise ConfigError(f"every_seconds_max: expected more than 0 seconds, got {every_seconds_max}")
         self.hazard, self._overhead_max, self._every_seconds_max = hazard, overhead_max, every_seconds_max
         self._longer_streak = self._shorter_streak = 0
 
@@ -59,18 +53,14 @@ class Governor:
         """
         change = self._compute_change(cost)
         every = change.advice.every
-        if current is None:
-            return self._reset_streaks(change)
-        rounding = 1 if current >= _ROUNDED_FROM else 0
-        longer = every >= max(current + 1, _LONGER * current + rounding)
-        shorter = every <= min(current - 1, _SHORTER * current - rounding)
-        self._longer_streak = self._longer_streak + 1 if longer else 0
-        self._shorter_streak = self._shorter_streak + 1 if shorter else 0
-        if self._longer_streak >= _LONGER_TIMES or self._shorter_streak >= _SHORTER_TIMES:
-            return self._reset_streaks(change)
-        return None
-
-    def _reset_streaks(self, change: Change) -> Change:
+        if current is not None:
+            rounding = 1 if current >= _ROUNDED_FROM else 0
+            longer = every >= max(current + 1, _LONGER * current + rounding)
+            shorter = every <= min(current - 1, _SHORTER * current - rounding)
+            self._longer_streak = self._longer_streak + 1 if longer else 0
+            self._shorter_streak = self._shorter_streak + 1 if shorter else 0
+            if self._longer_streak < _LONGER_TIMES and self._shorter_streak < _SHORTER_TIMES:
+                return None
         self._longer_streak = self._shorter_streak = 0
         return change
 

@@ -23,17 +23,11 @@ _TENTHS_BELOW = 9.95  # `5.2 h`, `27 h`
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """How often training is interrupted, and the price of its machines.
+    """How often training is interrupted, and the price of its machines."""
 
-    Attributes:
-        per_hour: Interruptions of the whole job per hour.
-        dollars_per_hour: Price of all machines; None: not known.
-        description: Where the rate comes from, as a line for people; may be empty.
-    """
-
-    per_hour: float
-    dollars_per_hour: float | None = None
-    description: str = ""
+    per_hour: float  # interruptions of the whole job
+    dollars_per_hour: float | None = None  # price of all machines; None: not known
+    description: str = ""  # where the rate comes from, as a line for people
 
     def __post_init__(self) -> None:
         if not 0 <= self.per_hour < math.inf:
@@ -52,23 +46,13 @@ class Hazard:
         return cls(1 / mtbf_hours, dollars_per_hour, description)
 
     @classmethod
-    def from_observed(
-        cls,
-        observed: FailureCount,
-        dollars_per_hour: float | None = None,
-        *,
-        prior_mtbf_hours: float = PRIOR_MTBF_HOURS,
-    ) -> Hazard:
-        """Build from the posterior mean given `observed`. Raises `ConfigError`: `prior_mtbf_hours` is 0 or less."""
-        if not 0 < prior_mtbf_hours < math.inf:
-            raise ConfigError(
-                f"mean time between interruptions: expected more than 0 hours, got {prior_mtbf_hours}"
-            )
+    def from_observed(cls, observed: FailureCount, dollars_per_hour: float | None = None) -> Hazard:
+        """Build from the posterior mean given `observed`."""
         hours = observed.seconds / _HOUR_SECONDS
-        per_hour = (_PRIOR_FAILURES + observed.failures) / (_PRIOR_FAILURES * prior_mtbf_hours + hours)
+        per_hour = (_PRIOR_FAILURES + observed.failures) / (_PRIOR_FAILURES * PRIOR_MTBF_HOURS + hours)
         description = (
             f"failures: {observed.failures} in {_format_hours(hours)} observed, "
-            f"prior 1 in {_format_hours(prior_mtbf_hours)} → one in {_format_hours(1 / per_hour)}"
+            f"prior 1 in {_format_hours(PRIOR_MTBF_HOURS)} → one in {_format_hours(1 / per_hour)}"
         )
         return cls(per_hour, dollars_per_hour, description)
 

@@ -24,15 +24,11 @@ _BISECTIONS = 200  # more than a double has bits
 
 def least_interval(cost: Cost, overhead_max: float, *, every_max: int) -> int:
     """Return the shortest interval, in iterations, whose overhead is at most `overhead_max`; 0.03 means 3 %.
-
-    Raises:
-        ConfigError: No interval up to `every_max` keeps the bound; the message says which bound can be kept, and which
-            interval would be needed.
+    ConfigError: no interval up to `every_max` keeps the bound; says which bound can be kept, and which interval would
+    be needed.
     """
     if not 0 < overhead_max < math.inf:
         raise ConfigError(f"overhead_max: expected more than 0, such as 0.03 for 3 %, got {overhead_max}")
-    if every_max < 1:
-        raise ConfigError(f"every_max: expected at least 1 iteration, got {every_max}")
     iteration = cost.iteration_seconds
     needed = max(
         cost.stall_seconds / (overhead_max * iteration),
@@ -75,14 +71,7 @@ def best_interval(cost: Cost, mtbf_seconds: float, *, at_least: int = 1, every_m
     """Return the interval from `at_least` to `every_max` iterations with the smallest `slowdown`.
 
     This is the exact minimum of Daly's complete model, not of its approximations, over whole iterations.
-
-    Raises:
-        ConfigError: The MTBF is not more than 0, or there is no interval to choose from.
     """
-    if not 0 < mtbf_seconds < math.inf:
-        raise ConfigError(f"mtbf_seconds: expected more than 0, got {mtbf_seconds}")
-    if not 1 <= at_least <= every_max:
-        raise ConfigError(f"an interval from {at_least} to {every_max} iterations does not exist")
     iteration = cost.iteration_seconds
     # The slowdown is the maximum of a decreasing function (waiting for a place) and one with a single minimum, so it
     # has a single minimum: next to their crossing, next to that minimum, or at a bound.

@@ -2,7 +2,7 @@
 
 frames, welcome                      control messages; the stager's first message
 layout_round, state_messages         the ranks' agreement on a layout, and its messages
-state_union, union_table, held_regions    trees that differ between ranks, and the regions that a rank holds
+state_union                          trees that differ between ranks
 replica_proof, doubt                 whether replicas are equal; a rank's doubt about its copies
 pace                                 the interval at which all ranks save
 failure_count                        failures of a run so far, on which the interval depends

@@ -34,12 +34,11 @@ class Doubt(NamedTuple):
         return self.steps is not None and self.steps[0] <= step <= self.steps[1]
 
     def to_json(self) -> dict[str, Any]:
-        earlier = {"earlier_attempts": list(self.earlier_attempts)} if self.earlier_attempts else {}
         return {
             "rank": self.rank,
-            "steps": list(self.steps) if self.steps is not None else [],
+            "steps": list(self.steps or ()),
             "reason": self.reason[:_REASON_CHARACTERS_MAX],
-            **earlier,
+            **({"earlier_attempts": list(self.earlier_attempts)} if self.earlier_attempts else {}),
         }
 
     @classmethod
@@ -56,12 +55,8 @@ class Doubt(NamedTuple):
         numbers = wire.whole_numbers([rank, *steps])
         if numbers[1:] != tuple(sorted(numbers[1:])):
             raise ValueError(f"expected the first step before the last, got {steps}")
-        return cls(
-            numbers[0],
-            (numbers[1], numbers[2]) if steps else None,
-            reason[:_REASON_CHARACTERS_MAX],
-            wire.whole_numbers(earlier),
-        )
+        doubtful = (numbers[1], numbers[2]) if steps else None
+        return cls(numbers[0], doubtful, reason[:_REASON_CHARACTERS_MAX], wire.whole_numbers(earlier))
 
     def to_frame(self, kind: Kind, *, attempt: int) -> bytes:
         """Encode as DOUBT to the stager or to rank 0, or as DOUBTED to all ranks."""

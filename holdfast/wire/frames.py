@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -240,13 +240,9 @@ def error_body(error: HoldfastError) -> bytes:
 
 def peer_error(code: str, message: str) -> HoldfastError:
     """Make the error that a peer reports, of class `code` (holdfast.errors); ProtocolError for an unknown code."""
-    for kind in _error_classes(HoldfastError):
+    kinds = HoldfastError.__subclasses__()
+    for kind in kinds:  # grows
         if kind.code == code:
             return kind(message)
+        kinds += kind.__subclasses__()
     return ProtocolError(f"unknown error code {code!r:.40} from a peer: {message}")
-
-
-def _error_classes(base: type[HoldfastError]) -> Iterator[type[HoldfastError]]:
-    for kind in base.__subclasses__():
-        yield kind
-        yield from _error_classes(kind)

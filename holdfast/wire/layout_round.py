@@ -6,6 +6,12 @@
                                  └─ else ────────────────────────────────────► REFUSED
     FITS or OFFER of a rank, for a step for which another proposes ───────────► REFUSED: only that rank has changed
 
+If tensors differ between ranks, each is split among its holders, and the other ranks hold no region of it:
+
+    rank 0   net/a  net/b           ┐            net/a   held by rank 0          all of it, sent by rank 0
+    rank 1   net/b  net/c (a shard) ┼─ united ─► net/b   on every rank           as in any other state
+    rank 2   net/b  net/c (a shard) ┘            net/c   held by ranks 1 and 2   the shards that they hold
+
 Pure: proposals in, an answer out. One round is open at a time; a rank's second proposal in a round replaces its first.
 The stager leads the round, or with local tiers the ranks' own council.
 """
@@ -20,12 +26,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.image.entries import REPLICATED, SPLIT
 from holdfast.image.regions import Pattern, unite
 from holdfast.image.replicas import format_ranks
 from holdfast.wire.frames import Frame, peer_error
 from holdfast.wire.replica_proof import ReplicaProof, compare_replicas
 from holdfast.wire.state_messages import Agreement, Proposal, ProposalReader
-from holdfast.wire.union_table import union_of
+from holdfast.wire.state_union import Stage, StateUnion, unite_trees
 
 _NAMED_MAX = 1000  # tensors in one message
 _PAGE_BYTES = 4096
@@ -74,8 +81,7 @@ class LayoutRound:
         if len(self._proposals) < self._ranks:
             return self._one_sided(proposal.step)
         proposals = self._end_round()
-        refused = _first_refusal(proposals)
-        if refused is not None:
+        if (refused := _first_refusal(proposals)) is not None:
             return refused
         try:
             return _agree([proposals[rank] for rank in range(self._ranks)])
@@ -103,16 +109,14 @@ class LayoutRound:
         proposers = format_ranks(sorted(alone))
         if first.refusal is not None:
             code, why = first.refusal
-            return OneSidedRound(tuple(proposals), step, peer_error(code, f"step {step}: {proposers}: {why}"))
-        why = first.change or "its tensors are others than before"
-        return OneSidedRound(
-            tuple(proposals),
-            step,
-            StateError(
+            error = peer_error(code, f"step {step}: {proposers}: {why}")
+        else:
+            error = StateError(
                 f"step {step}: the state of {proposers} has changed, and that of {format_ranks(others)} has not: "
-                f"{why}. All ranks must change their tensors, and how these are split, before the same save"
-            ),
-        )
+                f"{first.change or 'its tensors are others than before'}. All ranks must change their tensors, and how "
+                "these are split, before the same save"
+            )
+        return OneSidedRound(tuple(proposals), step, error)
 
     def late_warning(self, now: float) -> str:
         """Return a warning that names the missing ranks, once in each round; empty otherwise."""
@@ -199,11 +203,8 @@ def _agree(proposals: Sequence[Proposal]) -> Agreement:
             )
         sums = [proposal.sums for proposal in proposals]
         region_numbers, members = _by_group(proposals)
-    proven = (
-        compare_replicas(table, dict(enumerate(sums)))
-        if len(sums) > 1 and all(sums)
-        else ReplicaProof("", ())
-    )
+    is_compared = len(sums) > 1 and all(sums)
+    proven = compare_replicas(table, dict(enumerate(sums))) if is_compared else ReplicaProof("", ())
     if proven.refusal:
         raise StateError(proven.refusal)
     patterns, split_rows = _build_patterns(table, proposals, region_numbers, members, sums)
@@ -320,24 +321,103 @@ def pickle_reserve_bytes(pickle_bytes: int) -> int:
 def describe_difference(first: Proposal, other: Proposal) -> str:
     """Describe the first difference of `other` from `first` (rank 0's), whose digests differ: tensor, expected, got."""
     for expected, got in zip(first.table, other.table, strict=False):
-        if expected != got:
-            return _describe_row_difference(expected, got)
+        if expected == got:
+            continue
+        path, old, new = expected[0], _describe_row(expected), _describe_row(got)
+        if path == got[0]:
+            return f"tensor {path}: expected {old} as on rank 0, got {new}"
+        return f"expected tensor {path} {old} as on rank 0, got tensor {got[0]} {new} there"
     return (
         f"expected a table with digest {first.table_digest[:16]} as on rank 0, got {other.table_digest[:16]}, "
         "though the rows are equal; is holdfast the same version on all nodes?"
     )
 
 
-def _describe_row_difference(expected: list[Any], got: list[Any]) -> str:
-    if expected[0] != got[0]:
-        return (
-            f"expected tensor {expected[0]} {_describe_row(expected)} as on rank 0, got tensor {got[0]} "
-            f"{_describe_row(got)} there"
-        )
-    return f"tensor {expected[0]}: expected {_describe_row(expected)} as on rank 0, got {_describe_row(got)}"
-
-
-def _describe_row(row: list[Any]) -> str:
+def _describe_row(row: Sequence[Any]) -> str:
     _, dtype, shape, owner = row
-    held = "replicated" if owner == -1 else f"of rank {owner}"
-    return f"({dtype} {json.dumps(shape)}, {held})"
+    role = {REPLICATED: "replicated", SPLIT: "split"}.get(owner, f"of rank {owner}")
+    return f"({dtype} {json.dumps(shape)}, {role})"
+
+
+class UnionTable(NamedTuple):
+    """Result of `union_of`."""
+
+    union: StateUnion
+    proof_table: list[list[Any]]  # the same table, with the owners that the holders have proposed
+    # By rank, the checksum of each row; the first holder's if the rank does not have the tensor.
+    sums: list[tuple[int, ...]]
+    # For each split row, by rank, the number of the region that it holds; None if it does not have the tensor.
+    held: dict[int, list[int | None]]
+    makers: list[int]  # ranks with a tensor that no lower rank has, rank 0 included
+
+
+def union_of(proposals: Sequence[Proposal], stages: Sequence[Stage]) -> UnionTable:
+    """Unite the states of all ranks. Raises `StateError`: tensors or trees do not fit; `ProtocolError`: malformed."""
+    paths, outline, groups = unite_trees([one.table for one in proposals], stages)
+    rows = [{str(row[0]): number for number, row in enumerate(one.table)} for one in proposals]
+    regions = [dict(one.held.rows) for one in proposals]
+    table: list[list[Any]] = []
+    proof: list[list[Any]] = []
+    held: dict[int, list[int | None]] = {}
+    staged, makers = set[int](), {0}
+    places: list[list[int]] = [[] for _ in proposals]  # by rank: row of the union → its own row, or -1
+    for number, path in enumerate(paths):
+        own = [of.get(path, -1) for of in rows]
+        holders = [rank for rank, row in enumerate(own) if row >= 0]
+        first = holders[0]
+        everywhere = len(holders) == len(own)
+        row = proposals[first].table[own[first]]
+        if not everywhere:
+            # Drop strides and shared storage from the dtype: each such tensor gets a place of its own.
+            row = [path, _dtype(row), *row[2:]]
+        for rank in holders:
+            other = proposals[rank].table[own[rank]]
+            other = other if everywhere else [path, _dtype(other), *other[2:]]
+            if other != row:
+                raise StateError(
+                    f"rank {rank}: tensor {path}: expected {_describe_row(row)} as on rank {first}, got "
+                    f"{_describe_row(other)}; equal names stand for one tensor: name each layer as the whole model does"
+                )
+        split = row[3] == SPLIT
+        if not everywhere:
+            staged.add(number)
+            makers.add(first)
+            senders = holders if row[3] < 0 else [first]
+            if 0 not in row[2]:
+                held[number] = [
+                    _region(regions[rank], own[rank], path, rank) if rank in senders else None
+                    for rank in range(len(own))
+                ]
+        elif split:
+            held[number] = [regions[rank][place] for rank, place in enumerate(own)]
+        proof.append(list(row))
+        table.append([*row[:3], SPLIT if number in held else row[3]])
+        for rank, place in enumerate(own):
+            places[rank].append(place)
+    union = StateUnion(table, frozenset(staged), outline, groups)
+    return UnionTable(union, proof, _sums(proposals, places), held, sorted(makers))
+
+
+def _dtype(row: Sequence[Any]) -> str:
+    return str(row[1]).partition(",")[0]
+
+
+def _region(regions: Mapping[int, int], row: int, path: str, rank: int) -> int:
+    if row not in regions:
+        raise StateError(
+            f"rank {rank}: {path} does not lie in one piece, and not every rank has it: make it contiguous()"
+        )
+    return regions[row]
+
+
+def _sums(proposals: Sequence[Proposal], places: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    if not all(one.sums for one in proposals):
+        return [() for _ in proposals]
+    firsts = [
+        next(proposals[rank].sums[own] for rank, own in enumerate(owns) if own >= 0)
+        for owns in zip(*places, strict=True)
+    ]
+    return [
+        tuple(one.sums[own] if own >= 0 else firsts[row] for row, own in enumerate(of))
+        for one, of in zip(proposals, places, strict=True)
+    ]

@@ -50,10 +50,7 @@ _WAYS_OUT = (
 
 def encode_sums(sums: Sequence[int]) -> bytes:
     """One CRC-32 for each row of the table, little-endian."""
-    packed = array("I", sums)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return np.asarray(sums, "<u4").tobytes()
 
 
 def decode_sums(data: bytes, rows: int) -> array[int]:

@@ -6,25 +6,16 @@ import hashlib
 import struct
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.entries import SPLIT
-from holdfast.image.regions import Pattern
+from holdfast.image.regions import Pattern, Region
 from holdfast.parse_cost import inflate_json
-from holdfast.wire.frames import (
-    WHOLE_MAX,
-    Frame,
-    Kind,
-    encode,
-    error_fields,
-    json_body,
-    to_json,
-    whole_numbers,
-)
-from holdfast.wire.held_regions import HeldRegions, held_rows
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
 from holdfast.wire.replica_proof import decode_sums, encode_sums
 from holdfast.wire.state_union import Stage, StateUnion
 
@@ -34,22 +25,68 @@ _PARTS = struct.Struct("<II")  # bytes of the shared part, and of the rank's own
 
 
 @dataclass(frozen=True)
+class HeldRegions:
+    """The regions that one rank holds of the split tensors in its table. Many rows share a region."""
+
+    # `(bytes of one element, region)`; an empty region for a tensor of which the rank holds no element
+    regions: tuple[tuple[int, Region], ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()  # `(row of the table, index into regions)`, rows ascending
+
+    @classmethod
+    def of(cls, held: Iterable[tuple[int, int, Region]]) -> Self:
+        """Collect `(row, bytes of one element, region)` of each split tensor."""
+        numbers: dict[tuple[int, Region], int] = {}
+        rows = [
+            (row, numbers.setdefault((item_bytes, region), len(numbers))) for row, item_bytes, region in held
+        ]
+        return cls(tuple(numbers), tuple(rows))
+
+    def regions_to_json(self) -> list[Any]:
+        return [[item_bytes, list(one.start), list(one.size)] for item_bytes, one in self.regions]
+
+    @classmethod
+    def from_json(cls, regions: Any, rows: tuple[tuple[int, int], ...], needed: int) -> Self:
+        """Read `regions_to_json`, for rows that refer to `needed` regions. Raises `ProtocolError`."""
+        try:
+            read = tuple(
+                (wire.whole_numbers([nbytes])[0], Region(*map(wire.whole_numbers, (start, size))))
+                for nbytes, start, size in regions
+            )
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"PROPOSE: regions that cannot be read: {error}") from error
+        if needed > len(read):
+            raise ProtocolError(f"PROPOSE: {len(read)} regions, and rows that name {needed}")
+        return cls(read, rows)
+
+
+def held_rows(
+    document: Any, table: list[list[Any]], *, of_stage: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """Read `HeldRegions.rows`: all split rows of the table, for a stage also others. Raises `ProtocolError`."""
+    try:
+        rows = tuple((row, number) for row, number in map(wire.whole_numbers, document))
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"PROPOSE: regions that cannot be read: {error}") from error
+    wanted = [row for row, (_, _, _, owner) in enumerate(table) if owner == SPLIT]
+    given = [row for row, _ in rows]
+    if of_stage:
+        fits = given == sorted({*given, *wanted}) and all(row < len(table) for row in given)
+    else:
+        fits = given == wanted
+    if not fits:
+        raise ProtocolError(f"PROPOSE: regions for {len(rows)} rows, expected one for each of {len(wanted)}")
+    return rows
+
+
+@dataclass(frozen=True)
 class _SharedPart:
-    """The part of a proposal that many ranks have in common: the tensors, and the numbers of held regions."""
+    """The part of a proposal that many ranks have in common, as received."""
 
     table_digest: str
     table: list[list[Any]]
     held_rows: tuple[tuple[int, int], ...]
     stage: Stage | None
     regions: int  # how many regions the rows refer to
-
-    def to_json(self) -> dict[str, Any]:
-        document: dict[str, Any] = {"table_digest": self.table_digest, "table": self.table}
-        if self.held_rows:
-            document["held_rows"] = [list(row) for row in self.held_rows]
-        if self.stage is not None:
-            document["stage"] = self.stage.to_json()
-        return document
 
     @classmethod
     def from_bytes(cls, data: memoryview) -> _SharedPart:
@@ -89,7 +126,7 @@ class Proposal:
     @classmethod
     def refused(cls, error: HoldfastError, step: int = -1) -> Proposal:
         """The proposal of a rank whose state cannot be saved, so that the others need not wait for it."""
-        fields = error_fields(error)
+        fields = wire.error_fields(error)
         return cls("", [], 0, {}, refusal=(fields["code"], fields["message"]), step=step)
 
     def to_frame(self, attempt: int) -> bytes:
@@ -102,10 +139,14 @@ class Proposal:
             own["step"] = self.step
         if self.change:
             own["change"] = self.change[:_CHANGE_CHARACTERS_MAX]
-        shared = _SharedPart(self.table_digest, self.table, self.held.rows, self.stage, 0).to_json()
-        parts = [zlib.compress(to_json(document), 1) for document in (shared, own)]
+        shared: dict[str, Any] = {"table_digest": self.table_digest, "table": self.table}
+        if self.held.rows:
+            shared["held_rows"] = [list(row) for row in self.held.rows]
+        if self.stage is not None:
+            shared["stage"] = self.stage.to_json()
+        parts = [zlib.compress(wire.to_json(document), 1) for document in (shared, own)]
         body = [_PARTS.pack(*map(len, parts)), *parts, encode_sums(self.sums)]
-        return encode(Kind.PROPOSE, attempt=attempt, body=b"".join(body))
+        return wire.encode(Kind.PROPOSE, attempt=attempt, body=b"".join(body))
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Proposal:
@@ -140,7 +181,7 @@ class ProposalReader:
         shared = self._shared(body[_PARTS.size : ends[0]])
         own = _document(body[ends[0] : ends[1]], pickle_bytes=int, per_rank_bytes=dict)
         sizes = [own["pickle_bytes"], *own["per_rank_bytes"].values()]
-        if not all(type(size) is int and 0 <= size < WHOLE_MAX for size in sizes):
+        if not all(type(size) is int and 0 <= size < wire.WHOLE_MAX for size in sizes):
             raise ProtocolError(f"PROPOSE: sizes must be whole numbers from 0 to 2^62, got {sizes!r:.200}")
         refusal = own.get("refusal")
         if refusal is not None and not (
@@ -148,7 +189,7 @@ class ProposalReader:
         ):
             raise ProtocolError(f"PROPOSE: refusal is {refusal!r:.100}, expected code and message")
         step, change = own.get("step", -1), own.get("change", "")
-        if not (type(step) is int and -1 <= step < WHOLE_MAX and type(change) is str):
+        if not (type(step) is int and -1 <= step < wire.WHOLE_MAX and type(change) is str):
             raise ProtocolError(
                 f"PROPOSE: step {step!r:.40} and change {change!r:.100}, expected a number and a text"
             )
@@ -188,7 +229,7 @@ def _document(data: memoryview, **fields: type) -> dict[str, Any]:
         raw = inflate_json(data, _MAX_TABLE_BYTES)
     except (zlib.error, ValueError) as error:
         raise ProtocolError(f"PROPOSE: the body cannot be unpacked: {error}") from error
-    return json_body(Frame(Kind.PROPOSE, body=raw), **fields)
+    return wire.json_body(Frame(Kind.PROPOSE, body=raw), **fields)
 
 
 @dataclass(frozen=True)
@@ -200,9 +241,7 @@ class Agreement:
     # Paths of tensors that differ between ranks; rank 0's bytes are saved.
     rank0_only: tuple[str, ...] = ()
     patterns: tuple[Pattern, ...] = ()
-    split_rows: tuple[
-        tuple[int, int], ...
-    ] = ()  # `(row of the table, index into patterns)` of the split tensors
+    split_rows: tuple[tuple[int, int], ...] = ()  # `(row of the table, index into patterns)`
     # No agreement yet: the ranks have different tensors, and each must propose again with a `Stage`.
     asks_stages: bool = False
     # Union of the ranks' trees, if they have different tensors; rows then refer to its table.
@@ -222,21 +261,22 @@ class Agreement:
             document["asks_stages"] = True
         if self.union is not None:
             document["union"] = self.union.to_json()
-        return encode(Kind.RESERVED, attempt=attempt, body=to_json(document))
+        return wire.encode(Kind.RESERVED, attempt=attempt, body=wire.to_json(document))
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Agreement:
         """Read one. Raises `ProtocolError`: it is malformed."""
-        document = json_body(frame, pickle_reserve_bytes=int, per_rank_reserve_bytes=dict)
+        document = wire.json_body(frame, pickle_reserve_bytes=int, per_rank_reserve_bytes=dict)
         sizes = [document["pickle_reserve_bytes"], *document["per_rank_reserve_bytes"].values()]
-        if not all(type(size) is int and 0 <= size < WHOLE_MAX for size in sizes):
+        if not all(type(size) is int and 0 <= size < wire.WHOLE_MAX for size in sizes):
             raise ProtocolError(f"RESERVED: sizes must be whole numbers from 0 to 2^62, got {sizes!r:.200}")
         paths = document.get("rank0_only", [])
         if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
             raise ProtocolError(f"RESERVED: rank0_only is {paths!r:.100}, expected paths")
         try:
             patterns = tuple(map(Pattern.from_json, document.get("patterns", [])))
-            rows = tuple((row, number) for row, number in map(whole_numbers, document.get("split_rows", [])))
+            given = map(wire.whole_numbers, document.get("split_rows", []))
+            rows = tuple((row, number) for row, number in given)
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"RESERVED: patterns that cannot be read: {error}") from error
         if any(number >= len(patterns) for _, number in rows):
@@ -261,7 +301,7 @@ def _is_row(row: Any) -> bool:
     return (
         isinstance(path, str)
         and isinstance(dtype, str)
-        and all(type(size) is int and 0 <= size < WHOLE_MAX for size in sizes)
+        and all(type(size) is int and 0 <= size < wire.WHOLE_MAX for size in sizes)
         and type(owner) is int
-        and SPLIT <= owner < WHOLE_MAX
+        and SPLIT <= owner < wire.WHOLE_MAX
     )

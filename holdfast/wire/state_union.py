@@ -15,6 +15,7 @@ module's state.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,8 +125,7 @@ def unite_trees(
 
 
 def _reject_duplicates(paths: Sequence[str], who: str) -> None:
-    duplicate = _first_duplicate(paths)
-    if duplicate:
+    if duplicate := _first_duplicate(paths):
         raise StateError(
             f"{who}: two tensors are named {duplicate}, and the ranks hold different tensors: give each a name of its "
             "own"
@@ -134,12 +134,7 @@ def _reject_duplicates(paths: Sequence[str], who: str) -> None:
 
 def _first_duplicate(names: Sequence[str]) -> str:
     """The first name that occurs twice, or empty."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return ""
+    return next((name for name, times in Counter(names).items() if times > 1), "")
 
 
 def _merge(union: Any, other: Any, where: str, rank: int) -> None:

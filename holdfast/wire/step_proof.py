@@ -55,19 +55,11 @@ class ResumeProof(NamedTuple):
 
 def proof_frame(key: CheckpointId, content: Digest | ResumeProof, *, attempt: int) -> bytes:
     """Encode PROOF about checkpoint `key`: the digest of the first step after it, or the result of the resume."""
-    part, body = (
-        (ProofPart.VERDICT, content.to_json())
-        if isinstance(content, ResumeProof)
-        else (ProofPart.STEP, content)
-    )
-    return wire.encode(
-        Kind.PROOF,
-        attempt=attempt,
-        step=key.step,
-        arg=key.attempt,
-        flags=part,
-        body=wire.to_json(body),
-    )
+    if isinstance(content, ResumeProof):
+        part, data = ProofPart.VERDICT, wire.to_json(content.to_json())
+    else:
+        part, data = ProofPart.STEP, wire.to_json(content)
+    return wire.encode(Kind.PROOF, attempt=attempt, step=key.step, arg=key.attempt, flags=part, body=data)
 
 
 def read_proof(frame: Frame) -> tuple[CheckpointId, Digest | ResumeProof]:

@@ -14,16 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, PeerLost
 from holdfast.image.entries import Extent
-from holdfast.net.handshake import Hello, challenge
+from holdfast.net.handshake import Hello, JobStart, challenge
 from holdfast.net.tls import RankTls, StagerTls
 from tests.support.certificates import SignedPair, TestAuthority
 from tests.support.cut_link import cut_link
 from tests.support.turned_stager import KEY, SECONDS_MAX, TurnedStager
 from trainer_side.ranks import connecting
 from trainer_side.ranks.ports import GenerationOver, StartReplaced
-from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+from trainer_side.ranks.tcp_stager_port import StagerTarget, TcpStagerPort, connect_to_stager
 
 _RECONNECT_SECONDS = 1.0
 _LONG_SECONDS = 20.0  # to reconnect on a busy machine, in tests that must not lose a rank
@@ -72,19 +73,13 @@ def _connect(
     reconnect_seconds_max: float = _RECONNECT_SECONDS,
     tls_ca: Path | None = None,
 ) -> TcpStagerPort:
-    rank_port = TcpStagerPort.connect(
-        address=f"127.0.0.1:{port}",
-        tls_ca=tls_ca,
-        key=key,
+    rank_port = connect_to_stager(
+        TrainerConfig(connections=2, reconnect_seconds_max=reconnect_seconds_max, tls_ca=tls_ca),
+        StagerTarget(f"127.0.0.1:{port}", key, lead_attempt),
         rank=rank,
         ranks=ranks,
-        launch=launch,
-        incarnation=incarnation,
-        generation=generation,
-        lead_attempt=lead_attempt,
-        connections=2,
-        reconnect_seconds_max=reconnect_seconds_max,
-        start_seconds_max=seconds_max,
+        start=JobStart(launch, incarnation, generation),
+        seconds_max=seconds_max,
     )
     _ranks.append(rank_port)
     return rank_port

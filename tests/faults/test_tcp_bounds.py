@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, ProtocolError
 from holdfast.image.entries import Extent
 from holdfast.net.handshake import (
@@ -23,6 +24,7 @@ from holdfast.net.handshake import (
     CHALLENGE_BYTES,
     RANKS_MAX,
     Hello,
+    JobStart,
     answer_challenge,
 )
 from holdfast.net.message_line import UNACKNOWLEDGED_BYTES_MAX
@@ -34,7 +36,7 @@ from stager import payload_line
 from stager.fetches import Fetches
 from stager.trainers import Trainers
 from tests.support.turned_stager import KEY, TurnedStager
-from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+from trainer_side.ranks.tcp_stager_port import StagerTarget, connect_to_stager
 
 _NBYTES = 400_000  # of a payload: more than one system call writes
 
@@ -128,16 +130,13 @@ def test_more_ranks_than_a_stager_serves_are_refused_on_both_sides(
     with pytest.raises(
         ConfigError, match=f"has {1 << 20} ranks, and a stager that listens serves at most {RANKS_MAX}"
     ):
-        TcpStagerPort.connect(
-            address=f"127.0.0.1:{stager.port_number}",
-            key=KEY,
+        connect_to_stager(
+            TrainerConfig(connections=1, reconnect_seconds_max=1.0),
+            StagerTarget(f"127.0.0.1:{stager.port_number}", KEY),
             rank=0,
             ranks=1 << 20,
-            launch="launch",
-            incarnation=b"1" * 16,
-            connections=1,
-            reconnect_seconds_max=1.0,
-            start_seconds_max=1.0,
+            start=JobStart("launch", b"1" * 16),
+            seconds_max=1.0,
         )
     stranger = sockets.enter_context(socket.create_connection(("127.0.0.1", stager.port_number)))
     stranger.sendall(Hello(0, 1 << 20, 0, "launch", b"1" * 16, b"n" * 32).to_bytes())

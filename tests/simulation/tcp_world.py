@@ -22,6 +22,8 @@ from pydantic import SecretStr
 
 from holdfast.checkpoints.catalog import CatalogListing
 from holdfast.errors import HoldfastError
+from holdfast.net.address import Address
+from holdfast.net.handshake import MESSAGES_CHANNEL, JobStart
 from stager.standing import StandingStager
 from tests.simulation.runtime import SIM
 from tests.simulation.scheduler import Process
@@ -31,6 +33,7 @@ from tests.simulation.tcp_network import Network
 from tests.simulation.transport import Job
 from tests.simulation.world import Fault, Plan, World
 from trainer_side.link.rejoining import Reconnect
+from trainer_side.ranks.connecting import Connector
 
 __all__ = ["TcpJob", "TcpPlan", "TcpWorld"]
 
@@ -218,19 +221,20 @@ class TcpWorld(World):
 
     def _connect(self, job: Job, rank: int, generation: int, seconds_max: float) -> PlayedTcpPort:
         assert isinstance(job, TcpJob)
-        port = PlayedTcpPort.connect(
-            address=f"stager:{PORT}",
-            key=KEY.encode(),
+        connector = Connector(
+            Address("stager", PORT),
+            KEY.encode(),
             rank=rank,
             ranks=job.ranks,
-            launch=job.launch,
-            incarnation=job.incarnation,
-            generation=generation,
+            start=JobStart(job.launch, job.incarnation, generation),
+            tls=None,
+        )
+        port = PlayedTcpPort(
+            connector,
+            connector.open(MESSAGES_CHANNEL, seconds_max=seconds_max),
             connections=self.plan.connections,
             reconnect_seconds_max=self.trainer_config.reconnect_seconds_max,
-            start_seconds_max=seconds_max,
         )
-        assert isinstance(port, PlayedTcpPort)
         port.play(self.tcp_checks, (start_of(job.incarnation, generation), rank))
         self.scheduler.here.port = port
         return port

@@ -12,7 +12,7 @@ from holdfast.telemetry.causes import Reason
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.link.job_state import JobState
 from trainer_side.link.stager_message import StagerMessage
-from trainer_side.ranks.ports import World
+from trainer_side.ranks.world import World
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 
 

@@ -60,11 +60,8 @@ class AgreedSteps:
 
     def handle(self, announcement: Announcement) -> StepAnswer | None:
         """Take a SAVE_AT; return the answer to a proposal. Link's or council's thread. ProtocolError: malformed."""
-        terms = (
-            SaveInstruction.from_json(announcement.body)
-            if announcement.kind is AnnouncementKind.APPOINTED
-            else None
-        )
+        is_appointed = announcement.kind is AnnouncementKind.APPOINTED
+        terms = SaveInstruction.from_json(announcement.body) if is_appointed else None
         with self.promises.lock:
             self.promises.handle(announcement, terms)
             if announcement.kind is not AnnouncementKind.PROPOSED:

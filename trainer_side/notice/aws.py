@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from holdfast.notices.notice import Notice, NoticeKind
 from trainer_side.notice.http import HttpResponse, MetadataServer, json_object, unix_time
-from trainer_side.notice.source import SourceError
+from trainer_side.notice.watch import SourceError
 
 _ENDPOINT = "http://169.254.169.254"
 _ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
@@ -99,14 +99,8 @@ class Aws:
 
     def _renew_token(self) -> None:
         requested_at = self._clock()
-        answer = self._server.request(
-            _TOKEN_PATH,
-            method="PUT",
-            headers={
-                "X-aws-ec2-metadata-token-ttl-seconds": str(self._token_seconds),
-                "Content-Length": "0",
-            },
-        )
+        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(self._token_seconds), "Content-Length": "0"}
+        answer = self._server.request(_TOKEN_PATH, method="PUT", headers=headers)
         token = answer.body.strip()
         if answer.status != 200 or not token or len(token) > 1024 or not token.isprintable():
             raise SourceError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from holdfast.notices.notice import Notice, NoticeKind
 from trainer_side.notice.http import MetadataServer, json_object, unix_time
-from trainer_side.notice.source import SourceError
+from trainer_side.notice.watch import SourceError
 
 _URL = "http://169.254.169.254"
 _URL_VARIABLE = "HOLDFAST_AZURE_METADATA_URL"
@@ -45,11 +45,7 @@ class Azure:
         return [notice for event in preempts if (notice := self._parse_event(event)) is not None]
 
     def is_present(self) -> bool:
-        try:
-            answer = self._server.request(_NAME, headers=_HEADERS)
-        except SourceError:
-            return False
-        return answer.status == 200 and bool(answer.body.strip())
+        return bool(self._machine_name())
 
     def _parse_event(self, event: dict[str, object]) -> Notice | None:
         resources = event.get("Resources")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from holdfast.notices.notice import Notice, NoticeKind
 from trainer_side.notice.http import MetadataServer
-from trainer_side.notice.source import SourceError
+from trainer_side.notice.watch import SourceError
 
 _HOST = "169.254.169.254"
 _HOST_VARIABLE = "GCE_METADATA_HOST"
@@ -46,19 +46,13 @@ class Gcp:
             self._first_seen_at = None
             return []
         self._first_seen_at = self._clock() if self._first_seen_at is None else self._first_seen_at
-        return [
-            Notice(
-                NoticeKind.TERMINATE,
-                self._first_seen_at + _PREEMPTION_SECONDS,
-                self.name,
-                "instance/preempted",
-            )
-        ]
+        deadline_unix = self._first_seen_at + _PREEMPTION_SECONDS
+        return [Notice(NoticeKind.TERMINATE, deadline_unix, self.name, "instance/preempted")]
 
     def is_present(self) -> bool:
         """Whether the server is there and is Google's."""
         try:
-            answer = self._server.request(_PREEMPTED, headers=_HEADERS)
+            self.poll()
         except SourceError:
             return False
-        return answer.status == 200 and answer.body.strip() in {"TRUE", "FALSE"}
+        return True

@@ -18,7 +18,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer_side.notice.source import SourceError
+from trainer_side.notice.watch import SourceError
 
 _BODY_BYTES_MAX = 64 * 1024
 
@@ -51,10 +51,8 @@ class MetadataServer:
         self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None
     ) -> HttpResponse:
         """Request `path`. SourceError: refused, late, cut off, a redirect, a server error, or too large an answer."""
-        request_text = f"{method} {self.url}{path}"
-        timeout_text = (
-            f"{request_text}: the server did not send a whole answer within {self._seconds_max:g} s"
-        )
+        what = f"{method} {self.url}{path}"
+        too_late = f"{what}: the server did not send a whole answer within {self._seconds_max:g} s"
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._seconds_max)
         # A socket's timeout holds for each read; a server that sends byte by byte needs a limit for the whole answer.
         late = threading.Event()
@@ -67,23 +65,21 @@ class MetadataServer:
             body = response.read(_BODY_BYTES_MAX + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if late.is_set() or isinstance(error, TimeoutError):
-                raise SourceError(timeout_text) from error
-            raise SourceError(f"{request_text}: {type(error).__name__}: {error}") from error
+                raise SourceError(too_late) from error
+            raise SourceError(f"{what}: {type(error).__name__}: {error}") from error
         finally:
             timer.cancel()
             connection.close()
         if late.is_set():
-            raise SourceError(timeout_text)
+            raise SourceError(too_late)
         if len(body) > _BODY_BYTES_MAX:
             raise SourceError(
-                f"{request_text}: expected an answer of at most {_BODY_BYTES_MAX} bytes, got a longer one"
+                f"{what}: expected an answer of at most {_BODY_BYTES_MAX} bytes, got a longer one"
             )
         if 300 <= response.status < 400:
-            raise SourceError(
-                f"{request_text}: answered with a redirect ({response.status}), which is not followed"
-            )
+            raise SourceError(f"{what}: answered with a redirect ({response.status}), which is not followed")
         if response.status >= 500 or response.status == 429:
-            raise SourceError(f"{request_text}: answered {response.status}")
+            raise SourceError(f"{what}: answered {response.status}")
         return HttpResponse(response.status, body.decode("utf-8", errors="replace"))
 
 

@@ -32,9 +32,8 @@ _CLOSE_SECONDS_MAX = 5.0
 
 
 def find_sibling_ranks(process: int, ranks: int) -> list[int]:
-    """Find the processes of the other ranks of the torchrun that has started `process`, or of wrappers around them.
-
-    `ranks`: How many ranks torchrun has on this machine.
+    """Find the processes of the other ranks of the torchrun that has started `process`, or of wrappers around them; it
+    has `ranks` on this machine.
     """
     for _ in range(_UP_MAX):
         parent = _parent(process)
@@ -77,10 +76,7 @@ class LostSiblings:
         return bool(self._exit_poll.poll(0))
 
     def start(self, is_default: Callable[[], bool]) -> None:
-        """Start to act on SIGTERM.
-
-        `is_default`: Whether SIGTERM would end this process without a watch: the script has no handler of its own.
-        """
+        """Start to act on SIGTERM, where it `is_default` to end this process: the script has no handler of its own."""
         self._is_default = is_default
         self._thread.start()
 

@@ -1,6 +1,9 @@
 """Makes the watch from the settings: chooses the sources and the rank that polls them, and detects the cloud.
 
 watch = ["aws", "sigterm"]   these two       watch = ["auto"]   the first cloud whose metadata server answers at start
+
+watch ─► received ─► send: to the stager, or without one to rank 0 ══► agreed steps ─► agreed, the same on all ranks
+└────────► pending: the notice that ends this job
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 
 from holdfast.config import TrainerConfig
-from holdfast.notices.notice import Notice
+from holdfast.notices.notice import Notice, NoticeKind
+from holdfast.supervised import report
+from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.notice.lost_siblings import LostSiblings, find_sibling_ranks
 from trainer_side.notice.signals import SignalSource
-from trainer_side.notice.source import NoticeSource, SourceError
-from trainer_side.notice.watch import NoticeWatch, is_first_on_machine
+from trainer_side.notice.watch import NoticeSource, NoticeWatch, SourceError, is_first_on_machine
 
 _log = logging.getLogger("holdfast.trainer.watch")
 
@@ -26,25 +30,43 @@ _ANSWER_SECONDS_MAX = 2.0
 _DETECT_SECONDS_MAX = 1.0
 
 
-class ActiveWatch:
-    """A watch and its signals. Main thread. Without `siblings`, other ranks are unknown."""
+class PreemptionNotices:
+    """The notices of this rank, and the one that all ranks have agreed on. Made and used by the main thread.
+
+    `send`: Called in the watch's thread.
+    """
 
     def __init__(
-        self, watch: NoticeWatch, signals: Sequence[SignalSource], siblings: LostSiblings | None
+        self,
+        config: TrainerConfig,
+        agreed_steps: AgreedSteps,
+        send: Callable[[Notice], None],
+        *,
+        rank: int,
     ) -> None:
-        self.watch, self._signals, self._siblings = watch, signals, siblings
+        self._agreed_steps, self._send = agreed_steps, send
+        self._received: Notice | None = None
+        self._watch = open_watch(config, self._receive, rank=rank)
 
-    def signal_notice(self) -> Notice | None:
-        """Return the notice of a signal that has arrived, even if the watch's thread has not handled it yet."""
-        return next((notice for source in self._signals for notice in source.poll()), None)
+    def _receive(self, notice: Notice) -> None:
+        """Note and send a notice. Watch's thread."""
+        if notice.kind is NoticeKind.TERMINATE:
+            self._received = notice
+            report("noticed")
+        self._send(notice)
+
+    @property
+    def pending(self) -> Notice | None:
+        """The notice that ends this job, for this rank's machine or another one; None without one."""
+        signalled = None if self._watch is None else self._watch.signal_notice()
+        agreed = self._agreed_steps.notice
+        if agreed is not None and agreed.kind is not NoticeKind.TERMINATE:
+            agreed = None
+        return self._received or signalled or agreed
 
     def close(self) -> None:
-        """End the watch. The handlers of the signals stay."""
-        for source in self._signals:
-            source.close()
-        if self._siblings is not None:
-            self._siblings.close()
-        self.watch.close()
+        if self._watch is not None:
+            self._watch.close()
 
 
 def open_watch(
@@ -53,7 +75,7 @@ def open_watch(
     *,
     rank: int,
     environ: Mapping[str, str] | None = None,
-) -> ActiveWatch | None:
+) -> NoticeWatch | None:
     """Start to watch the sources that `config.watch` names; return None if it names nothing. Main thread."""
     if not config.watch:
         return None
@@ -69,7 +91,7 @@ def open_watch(
                         _SIGNALS[name],
                         grace_seconds=config.watch_grace_seconds,
                         wake=lambda: wakes.put(None),
-                        is_void=_is_void(name, siblings),
+                        is_void=siblings.any_ended if siblings and name == "sigterm" else lambda: False,
                     )
                 )
             except ValueError:
@@ -87,15 +109,12 @@ def open_watch(
         seconds=config.watch_seconds,
         signals=signals,
         wakes=wakes,
+        siblings=siblings,
     )
     watch.start()
     if siblings is not None:
         siblings.start(lambda: any(source.ends_by_default for source in signals if source.name == "sigterm"))
-    return ActiveWatch(watch, signals, siblings)
-
-
-def _is_void(name: str, siblings: LostSiblings | None) -> Callable[[], bool]:
-    return siblings.any_ended if siblings is not None and name == "sigterm" else lambda: False
+    return watch
 
 
 def _find_siblings(environ: Mapping[str, str], *, rank: int) -> LostSiblings | None:

@@ -48,9 +48,8 @@ class PromisedSteps(Generic[Agreed]):
         return self._promise is not None and step >= self._promise.step
 
     def handle(self, announcement: Announcement, agreed: Agreed | None = None) -> bool:
-        """Take an announcement; `agreed`: the content of its body if a step is appointed. Link's thread.
-
-        Returns False if the appointed step was not promised any more: this rank may have passed it.
+        """Take an announcement; `agreed`: the content of its body if a step is appointed. Link's thread. Returns False
+        if the appointed step was not promised any more: this rank may have passed it.
         """
         self.lock.notify_all()
         if announcement.kind is AnnouncementKind.PROPOSED:

@@ -30,11 +30,8 @@ _REPEAT_SECONDS = 2.0
 class SignalSource:
     """A `NoticeSource` for one signal. Made and closed in the main thread; ValueError: this is another thread.
 
-    Args:
-        grace_seconds: How long after the signal the process is expected to be killed.
-        wake: Called in the handler; must be safe there (`SimpleQueue.put`).
-        is_void: Whether the signal is no notice now, and has the same effect as without the watch. Called in the
-            handler.
+    The process is expected to be killed `grace_seconds` after the signal. The handler calls `wake`, and `is_void`:
+    whether the signal is no notice now, and has the same effect as without the watch.
     """
 
     def __init__(
@@ -61,14 +58,8 @@ class SignalSource:
         if self._received_at is None:
             return []
         deadline_unix = self._received_at + self._grace_seconds
-        return [
-            Notice(
-                NoticeKind.TERMINATE,
-                deadline_unix,
-                self.name,
-                f"{self._number.name} of process {os.getpid()}",
-            )
-        ]
+        said_by = f"{self._number.name} of process {os.getpid()}"
+        return [Notice(NoticeKind.TERMINATE, deadline_unix, self.name, said_by)]
 
     @property
     def ends_by_default(self) -> bool:
@@ -96,19 +87,18 @@ class SignalSource:
         if callable(self._previous_handler):
             self._previous_handler(number, frame)
         elif number == signal.SIGTERM and not (is_news or is_repeat):
-            signal.signal(
-                number, self._previous_handler if self._previous_handler is not None else signal.SIG_DFL
-            )
+            self.restore_handler()
             os.kill(os.getpid(), number)
+
+    def restore_handler(self) -> None:
+        """Restore the handler that was set before this one."""
+        signal.signal(self._number, self._previous_handler or signal.SIG_DFL)
 
 
 def _restore_sigterm() -> None:
     """Restore SIGTERM in a forked child, where Python's handler would wait for a running call, such as a long sleep."""
     if isinstance(source := getattr(signal.getsignal(signal.SIGTERM), "__self__", None), SignalSource):
-        signal.signal(
-            signal.SIGTERM,
-            source._previous_handler if source._previous_handler is not None else signal.SIG_DFL,
-        )
+        source.restore_handler()
 
 
 os.register_at_fork(after_in_child=_restore_sigterm)

@@ -3,8 +3,9 @@
     sources.poll() ── new ──► on_notice (the link: NOTICE to the stager)
                    └─ SourceError ──► logged once, until the source answers again
 
-No failure of a source reaches the training: each poll is bounded, and an error is one log line. One rank of a machine
-polls the metadata servers (`is_first_on_machine`); each process watches its own signals.
+A source returns the same notice at each poll; the watch passes each on once. No failure of a source reaches the
+training: each poll is bounded, and an error is one log line. One rank of a machine polls the metadata servers
+(`is_first_on_machine`); each process watches its own signals.
 """
 
 from __future__ import annotations
@@ -14,15 +15,37 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
+from holdfast.errors import HoldfastError
 from holdfast.notices.notice import Notice
 from trainer_side.background_thread import BackgroundThread
-from trainer_side.notice.source import NoticeSource, SourceError
+from trainer_side.notice.lost_siblings import LostSiblings
+from trainer_side.notice.signals import SignalSource
 
 _log = logging.getLogger("holdfast.trainer.watch")
 
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK", "SLURM_LOCALID")
 _CLOSE_SECONDS_MAX = 5.0
+
+
+class SourceError(HoldfastError):
+    """A source could not be polled, or gave an unreadable answer. Never leaves the watch."""
+
+    code = "watch"
+
+
+class NoticeSource(Protocol):
+    """A source of preemption notices. For the watch's thread alone."""
+
+    name: str
+
+    def poll(self) -> list[Notice]:
+        """Return the notices that the source shows now; mostly none.
+
+        SourceError: it did not answer in time, refused, or gave an unreadable answer.
+        """
+        ...
 
 
 def is_first_on_machine(environ: Mapping[str, str]) -> bool:
@@ -34,13 +57,8 @@ def is_first_on_machine(environ: Mapping[str, str]) -> bool:
 
 
 class NoticeWatch:
-    """Polls the sources of one rank.
-
-    Args:
-        find: Makes the sources; called in the watch's thread, because it may query a cloud.
-        on_notice: Called with each new notice, in the watch's thread.
-        seconds: Interval of the polls.
-        signals: Further sources, which put an item into `wakes` to wake the watch.
+    """Polls the sources of one rank every `seconds`. In its thread it calls `find`, which makes the sources and may
+    query a cloud, and `on_notice` with each new notice. `signals`: Further sources, which put an item into `wakes`.
     """
 
     def __init__(
@@ -50,11 +68,12 @@ class NoticeWatch:
         *,
         rank: int,
         seconds: float,
-        signals: Sequence[NoticeSource],
+        signals: Sequence[SignalSource],
         wakes: SimpleQueue[None],
+        siblings: LostSiblings | None = None,
     ) -> None:
         self._find, self._on_notice, self._rank, self._seconds = find, on_notice, rank, seconds
-        self._signals, self._wakes = signals, wakes
+        self._signals, self._wakes, self._siblings = signals, wakes, siblings
         self._passed_on: set[tuple[str, str, str, int | None]] = set()
         self._failing: set[str] = set()
         self.polls: dict[str, int] = {}  # polls of each source, by name
@@ -71,8 +90,16 @@ class NoticeWatch:
     def start(self) -> None:
         self._thread.start()
 
+    def signal_notice(self) -> Notice | None:
+        """Return the notice of a signal that has arrived, even if the thread has not handled it yet. Main thread."""
+        return next((notice for source in self._signals for notice in source.poll()), None)
+
     def close(self) -> None:
-        """End the thread, waiting for a poll in flight at most as long as a poll may take."""
+        """End the thread, waiting at most as long as a poll may take. The signals' handlers stay. Main thread."""
+        for source in self._signals:
+            source.close()
+        if self._siblings is not None:
+            self._siblings.close()
         self._closing.set()
         self._wakes.put(None)
         if self._thread.is_alive():
@@ -80,10 +107,10 @@ class NoticeWatch:
 
     def _run(self) -> None:
         try:
-            sources = [*self._signals, *self._find()]
+            sources: list[NoticeSource] = [*self._signals, *self._find()]
         except SourceError as error:
             _log.error("rank %d: no metadata server is watched, only signals are: %s", self._rank, error)
-            sources = list(self._signals)
+            sources = [*self._signals]
         due = 0.0
         while not self._closing.is_set():
             # Signals are passed on at once; servers are polled on their own schedule.
@@ -91,7 +118,8 @@ class NoticeWatch:
             servers = now >= due
             if servers:
                 due = now + self._seconds
-            for source in sources if servers else self._signals:
+            polled: Sequence[NoticeSource] = sources if servers else self._signals
+            for source in polled:
                 self._poll(source)
             try:
                 self._wakes.get(timeout=max(0.0, due - time.monotonic()))

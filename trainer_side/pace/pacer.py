@@ -35,11 +35,9 @@ _ENDED = frozenset({"durable", "declined", "failed"})
 
 
 class Pacer:
-    """Paces the saves of this rank. Training thread; events come from any thread.
-
-    `send_request`: Sends a request to the stager; None: another rank measures. `optimizers`: Their steps are timed
-    until the first checkpoint. `observed`: The failures of the run before this job, unless `mtbf_hours` is set; this
-    job's time counts from its first checkpoint.
+    """Paces the saves of this rank. Training thread; events come from any thread. `send_request`: Sends a request to
+    the stager; None: another rank measures. `optimizers`: Their steps are timed until the first checkpoint. `observed`:
+    The failures of the run before this job, unless `mtbf_hours` is set; its time counts from its first checkpoint.
     """
 
     def __init__(
@@ -148,10 +146,8 @@ class Pacer:
 
 
 class UpdateTimes:
-    """Sums the times of the optimizers' steps, from a hook before to a hook after each. Training thread.
-
-    Runs only until the first checkpoint is due, and then leaves the optimizers' hooks to the gate. On a device the sum
-    has the time of the calls, not of the kernels, since the gate holds back the calls, too.
+    """Sums the times of the optimizers' steps, from a hook before to a hook after each, until the first checkpoint is
+    due. Training thread. On a device these are the times of the calls, not of the kernels: the gate holds back calls.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

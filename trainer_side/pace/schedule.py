@@ -52,7 +52,6 @@ class SchedulePhase(Enum):
 
 class Schedule:
     """The steps at which this rank saves. Without `auto` the script chooses them, and every proposal is refused.
-
     Training waits up to `wait_seconds_max` at a promised step, and then takes the stager for lost.
     """
 
@@ -69,9 +68,8 @@ class Schedule:
         return self._pace.every
 
     def reach(self, step: int, shorten: Callable[[int], int] = lambda every: every) -> bool:
-        """Note that training has done `step`; return whether a save is due. Training thread.
-
-        `shorten`: Returns the current interval from the usual one: a shorter one for a while after a notice.
+        """Note that training has done `step`; return whether a save is due. Training thread. `shorten`: Returns the
+        current interval from the usual one: a shorter one for a while after a notice.
         """
         with self.promises.lock:
             if not self._begun:
@@ -90,11 +88,8 @@ class Schedule:
             own_answer = StepAnswer(announcement.number, self.promises.last_step + 1, step_seconds)
             if not self._auto:
                 refusal = {"refusal": 'it saves at its own steps, not by every="auto"'}
-                return (
-                    replace(own_answer, body=refusal)
-                    if announcement.kind is AnnouncementKind.PROPOSED
-                    else None
-                )
+                is_proposal = announcement.kind is AnnouncementKind.PROPOSED
+                return replace(own_answer, body=refusal) if is_proposal else None
             kept = self.promises.handle(announcement, pace)
             if announcement.kind is AnnouncementKind.LOOSE:
                 self._loosen()

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from holdfast.errors import StateError
 from holdfast.policy.cost import Cost
 
 _ITERATIONS = 64
@@ -88,9 +87,8 @@ class StepProfile:
     def record_copy(
         self, step: int, nbytes: int, seconds: float, stall_seconds: float, wait_seconds: float = 0.0
     ) -> None:
-        """Note the copied bytes of this rank for the checkpoint of `step`, and how long it stalled training (CST).
-
-        The stall includes `wait_seconds` for room, which do not count: at a longer interval there is room.
+        """Note the copied bytes of this rank for the checkpoint of `step`, and how long it stalled training (CST), less
+        `wait_seconds` for room: at a longer interval there is room.
         """
         if step != self._first_step:
             self._stalls.append(stall_seconds - wait_seconds)
@@ -137,26 +135,15 @@ class StepProfile:
     @property
     def has_cost(self) -> bool:
         """Whether a cost is known: of some iterations, and of a checkpoint after the first one."""
-        return len(self._iterations) >= _ITERATIONS_MIN and bool(
-            self._stalls and self._staged and self._durable
-        )
+        enough = len(self._iterations) >= _ITERATIONS_MIN
+        return enough and bool(self._stalls and self._staged and self._durable)
 
     def cost(self) -> Cost:
-        """Return the current cost of checkpoints. One in flight counts with the time that it has taken so far.
-
-        StateError: too little was measured; the message says what.
+        """Return the current cost of checkpoints, if it `has_cost`. One in flight counts with the time that it has
+        taken so far.
         """
-        if len(self._iterations) < _ITERATIONS_MIN:
-            raise StateError(
-                f"{len(self._iterations)} iterations without a checkpoint were measured, expected at least "
-                f"{_ITERATIONS_MIN}; call Checkpointer.step() after each iteration"
-            )
-        if not self.has_cost:
-            raise StateError(
-                "no checkpoint but the first has been measured until it was durable; wait for the next checkpoint"
-            )
         stall = max(_median_or_zero(self._stalls), _median_or_zero(self._added))
-        staged, durable = _median_or_zero(self._staged), _median_or_zero(self._durable)
+        staged, durable = median(self._staged), median(self._durable)
         oldest = min(self._in_flight.values(), default=None)
         if oldest is not None:
             durable = max(durable, self._clock() - max(oldest, self._last_durable_at))

@@ -1,7 +1,7 @@
 """Communication of a rank with the other ranks and the stager, over MPI or TCP and torch.distributed.
 
 peers, ports, deadlines          interfaces for restore, stager and council; calls that may never return
-joined, distributed              detects the job's launcher; sets up torch.distributed
+joined, world, distributed       detects the job's launcher; the connections of its job; sets up torch.distributed
 mpi, mpi_*                       a job of mpirun
 c10d_*                           a job without MPI: ranks meet in a key-value store
 tcp_stager_port, connecting, payload_sender    the stager over TCP

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -26,19 +26,15 @@ from torch._C._distributed_c10d import (
 
 from holdfast.errors import PeerLost
 from trainer_side.ranks.deadlines import within
-from trainer_side.ranks.peers import cut
+from trainer_side.ranks.peers import COLLECTIVE_SECONDS_MAX, Pieces, divide, poll_until
 
-_SECONDS_MAX = 600.0  # how long a collective call waits for the other ranks
 _PIECE_BYTES_MAX = 16 << 20  # each rank forwards whole messages: smaller ones keep a chain of many ranks busy
-_WHOLE_BYTES_MIN = 128 << 10  # pieces of this size are sent from their own memory; smaller ones are packed
-_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 50e-6, 2e-3
-_EAGER_POLLS = 200  # polls that only yield, before a wait begins to sleep: a round trip takes a few polls
+_SECONDS_MAX = COLLECTIVE_SECONDS_MAX
+_PAUSE_SECONDS_MAX = 2e-3
 _NEVER = timedelta(days=365)  # gloo's own timeout of a call: this file keeps the deadlines
 _CLOSE_TAG = 0
 _CLOSE_SECONDS_MAX = 2.0
 _SLACK_SECONDS = 1.0
-
-Pieces = Sequence[tuple[int, int]]
 
 
 class _InFlight(NamedTuple):
@@ -162,18 +158,9 @@ class C10dPeers:
     def _wait_for(
         self, work: Work, what: str, deadline: float | None = None, seconds_max: float = _SECONDS_MAX
     ) -> None:
-        """Poll until `work` is complete: a blocking call of gloo would delay this process's signal handlers."""
         deadline = time.monotonic() + seconds_max if deadline is None else deadline
-        pause_seconds, polls = _PAUSE_SECONDS_MIN, 0
-        while not work.is_completed():
-            polls += 1
-            if polls <= _EAGER_POLLS:
-                time.sleep(0)
-                continue
-            if time.monotonic() > deadline:
-                raise self._timeout_error(what, seconds_max)
-            time.sleep(pause_seconds)
-            pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)
+        if not poll_until(work.is_completed, deadline):
+            raise self._timeout_error(what, seconds_max)
         self._raise_if_lost(work, what)
 
     def _raise_if_lost(self, completed: Work, what: str) -> None:
@@ -209,28 +196,21 @@ class C10dPeers:
 
 
 def _messages(pieces: Pieces, *, is_sender: bool) -> list[tuple[torch.Tensor, Pieces]]:
-    """Divide pieces into messages: the memory of each, and the pieces to copy it to when it has arrived.
-
-    All ranks that take part make the same messages: the division depends only on sizes.
-    """
-    small = [piece for piece in pieces if piece[1] < _WHOLE_BYTES_MIN]
+    """Divide pieces into messages: the memory of each, and the pieces to copy it to when it has arrived."""
     messages: list[tuple[torch.Tensor, Pieces]] = []
-    for run in (*([piece] for piece in pieces if piece[1] >= _WHOLE_BYTES_MIN), small):
-        for group in cut(run, _PIECE_BYTES_MAX):
-            if len(group) == 1:
-                messages.append((_memory(*group[0]), ()))
-                continue
-            packed = torch.empty(sum(nbytes for _, nbytes in group), dtype=torch.uint8, device="cpu")
-            messages.append((packed, () if is_sender else group))
-            place = packed.data_ptr()
-            for address, nbytes in group if is_sender else ():
-                ctypes.memmove(place, address, nbytes)
-                place += nbytes
+    for group in divide(pieces, _PIECE_BYTES_MAX):
+        if len(group) == 1:
+            ((address, nbytes),) = group
+            memory = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+            messages.append((memory, ()))
+            continue
+        packed = torch.empty(sum(nbytes for _, nbytes in group), dtype=torch.uint8, device="cpu")
+        messages.append((packed, () if is_sender else group))
+        place = packed.data_ptr()
+        for address, nbytes in group if is_sender else ():
+            ctypes.memmove(place, address, nbytes)
+            place += nbytes
     return messages
-
-
-def _memory(address: int, nbytes: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def _scatter(message: _InFlight) -> None:

@@ -37,22 +37,14 @@ class JobStore(NamedTuple):
         if not self.place:
             return self.store
         host, _, port = self.place.rpartition(":")
+        timeout = timedelta(seconds=seconds_max)
         with store_errors(self.place, "connecting to it"):
-            return TCPStore(
-                host,
-                int(port),
-                is_master=False,
-                timeout=timedelta(seconds=seconds_max),
-                wait_for_workers=False,
-            )
+            return TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def open_job_store(rank: int, ranks: int, seconds_max: float) -> JobStore:
-    """Find the store, or on rank 0 serve it.
-
-    Raises:
-        ConfigError: The environment does not name the store, or its kind carries no messages.
-        PeerLost: The store does not answer.
+    """Find the store, or on rank 0 serve it. ConfigError: the environment does not name it, or its kind carries no
+    messages. PeerLost: it does not answer.
     """
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if torch.distributed.is_initialized():
@@ -99,19 +91,15 @@ def store_errors(place: str, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise PeerLost(
-            f"the store of this job at {place or 'this process'} is lost, {what}: {reason}"
-        ) from error
+        at, reason = place or "this process", str(error).partition("\n")[0]
+        raise PeerLost(f"the store of this job at {at} is lost, {what}: {reason}") from error
 
 
 class StoreMailbox:
     """Messages among the ranks through the store: `RanksPort` and `CouncilPort`. One thread at a time.
 
     Each rank has one key. A sender appends a line to it; its owner takes all lines at once. A poll costs one round
-    trip, so an idle mailbox polls less and less often.
-
-    The mailbox must be the only user of the connection `store`. `place` is for error messages.
+    trip, so an idle mailbox polls less and less often. It must be the only user of the connection `store`.
     """
 
     def __init__(
@@ -147,11 +135,8 @@ class StoreMailbox:
             grown = max(_IDLE_SECONDS_MIN, self._idle_seconds * _IDLE_GROWTH)
             self._idle_seconds = min(_IDLE_SECONDS_MAX, grown)
             self._next_poll_at = now + self._idle_seconds
-        found = []
-        for line in text.splitlines():
-            rank, _, message = line.partition(" ")
-            found.append((int(rank), base64.b64decode(message)))
-        return found
+        lines = (line.split(" ") for line in text.splitlines())
+        return [(int(rank), base64.b64decode(message)) for rank, message in lines]
 
     def lost_ranks(self) -> frozenset[int]:
         """Return no rank: the store does not know which ranks are dead; deadlines find them."""
@@ -160,6 +145,22 @@ class StoreMailbox:
     def flush(self, seconds_max: float) -> None:  # noqa: ARG002 - the store answers or is lost
         with store_errors(self._place, f"rank {self.rank} sending its last messages"):
             self._store.check([str(self.rank)])
+
+
+class StoreAnnouncements:
+    """Rank 0 announces through the store which stager is the job's. One thread at a time. PeerLost: it is lost."""
+
+    def __init__(self, store: Store, place: str) -> None:
+        self._store, self._place = store, place
+
+    def announce(self, data: bytes) -> None:
+        with store_errors(self._place, "rank 0 saying which stager is the job's"):
+            self._store.set("place", data.decode())
+
+    def latest(self) -> bytes:
+        """Return the last announcement; empty if there was none."""
+        with store_errors(self._place, "asking which stager is the job's"):
+            return bytes(self._store.compare_set("place", "", ""))
 
 
 def append(store: Any, key: str, line: str) -> None:

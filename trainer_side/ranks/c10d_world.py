@@ -1,4 +1,4 @@
-"""The job of a training rank without MPI: its ranks meet in a key-value store, and the stager is reached over TCP.
+"""The job of a training rank without MPI: its ranks meet in a key-value store.
 
     rank r:  "hello: r, nonce" ──► store ──► rank 0: answers each nonce with the incarnation of this start
     rank r:  "r is here"       ──► store ──► rank 0: all are here; their hosts
@@ -21,15 +21,15 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from holdfast.config import OWN_PER_NODE, OWN_STAGER, TrainerConfig
+from holdfast.config import OWN_PER_NODE, TrainerConfig
 from holdfast.errors import ConfigError, PeerLost
-from holdfast.image.shares import WRITERS_MAX, ShareNumber
+from holdfast.image.shares import WRITERS_MAX
 from holdfast.net.handshake import JobStart
-from holdfast.net.key import read_key
 from holdfast.process import at_exit, set_parent_death_signal
 from trainer_side.ranks.c10d_peers import C10dPeers
 from trainer_side.ranks.c10d_store import (
     JobStore,
+    StoreAnnouncements,
     StoreMailbox,
     append,
     consume,
@@ -38,65 +38,47 @@ from trainer_side.ranks.c10d_store import (
 )
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import LonePeers, Peers
-from trainer_side.ranks.ports import no_stager_error
-from trainer_side.ranks.started_stager import (
-    OwnShare,
-    StagerTarget,
-    StartedStager,
-    connect_to_stager,
-    living_share,
-    starting_ranks,
-)
-from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+from trainer_side.ranks.world import World
 
 _T = TypeVar("_T")
 
 _INCARNATION_BYTES = 16
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 1e-3, 0.1
 _RESEND_SECONDS = 5.0  # without an answer for this time, a rank sends its hello again
-_DISCONNECT_SECONDS_MAX = 5.0
 _LINGER_SECONDS_MAX = 3.0
 _SLACK_SECONDS = 5.0
 _LOOPBACK = ("127.", "localhost:", "::1", "[::1]")
 _RANKS_SHOWN = 8  # most missing ranks that are named
 
 
-class C10dWorld:
-    """The `World` whose ranks met in a store. Construction is collective; once per process, by `joined.join_world`.
+class C10dWorld(World):
+    """The `World` whose ranks met in a store. Construction is collective.
 
-    Attributes:
-        local_rank: LOCAL_RANK, or counted by host names.
-        launch: Names the job; the same for each start by the same launcher.
-        incarnation: 16 random bytes, the same on all ranks of this start of the job.
-
-    Raises:
-        ConfigError: The environment does not tell which rank this is, or where the ranks meet; or there are too many
-            nodes for a stager on each.
-        PeerLost: A rank did not come within `start_seconds_max`.
+    ConfigError: the environment does not tell which rank this is, or where the ranks meet; or there are too many nodes
+    for a stager on each. PeerLost: a rank did not come within `start_seconds_max`.
     """
 
     def __init__(self, config: TrainerConfig) -> None:
-        self._config = config
+        super().__init__(config)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             # End with torchrun's agent: a worker that outlives it would disturb the next start.
             set_parent_death_signal()
         self.rank, self.ranks = _own_rank()
-        self.stagers = len(config.stagers)
-        self._starts_stager = not {OWN_STAGER, OWN_PER_NODE}.isdisjoint(
-            (config.stager, config.on_stager_lost)
-        )
         self.stager_advice = (
             f"start `holdfast stager --store URL --listen HOST:PORT --ranks {self.ranks}` and set "
             "HOLDFAST_STAGER=HOST:PORT; or set HOLDFAST_STAGER=own and HOLDFAST_STORE=URL, and rank 0 starts one"
         )
         seconds_max = config.start_seconds_max
+
+        def open_and_rendezvous() -> tuple[JobStore, _Rendezvous]:
+            job = open_job_store(self.rank, self.ranks, seconds_max)
+            with store_errors(job.place, "the ranks meeting in it"):
+                own_stager = self._starts_stager
+                return job, _rendezvous(job, self.rank, self.ranks, seconds_max, own_stager=own_stager)
+
         try:  # a store whose process is stopped has no deadline of its own
             self._job, rendezvous = within(
-                lambda: _open_and_rendezvous(
-                    self.rank, self.ranks, seconds_max, own_stager=self._starts_stager
-                ),
-                seconds_max + _SLACK_SECONDS,
-                name="holdfast-meeting",
+                open_and_rendezvous, seconds_max + _SLACK_SECONDS, name="holdfast-meeting"
             )
         except TimeoutError:
             raise PeerLost(
@@ -106,7 +88,6 @@ class C10dWorld:
         incarnation, self.launch, hosts = rendezvous
         self.incarnation, self._key_prefix = bytes.fromhex(incarnation), f"holdfast/{incarnation}"
         self.one_machine = len(set(hosts)) == 1
-        self._starting_ranks = [0]  # ranks that start the job's own stagers: by node, from `port` on by share
         if config.stager == OWN_PER_NODE:
             self._starting_ranks = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
             self.stagers = len(self._starting_ranks)
@@ -121,73 +102,9 @@ class C10dWorld:
         # Connect now: when an error ends this rank it is too late.
         self._uncaught = self._mailbox("uncaught")
         self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
-        self._ports: dict[int, TcpStagerPort] = {}  # by the stager's share
-        self._own: dict[int, StartedStager] = {}  # by the stager's share
         at_exit(self._disconnect)
 
-    def port(self) -> TcpStagerPort:
-        """As `World.port`; collective if the job starts its own stager. ConfigError also: the key cannot be read.
-        PeerLost: not reached in `start_seconds_max`. HoldfastError: the own stager could not be started.
-        """
-        config = self._config
-        if config.stager is None:
-            raise no_stager_error(self)
-        if not self._ports and self.stagers > 1 and self._starts_stager:
-            mine = living_share(config).encode()
-            living_shares = [
-                self.peers().broadcast(mine if root == self.rank else None, root)
-                for root in self._starting_ranks
-            ]
-            self._starting_ranks = starting_ranks(
-                self._starting_ranks, [text.decode() for text in living_shares]
-            )
-        return self._ports.get(0) or self._open_port(0, 0, 0)
-
-    def member(self, index: int, attempt: int, generation: int = 0) -> TcpStagerPort:
-        """As `World.member`; collective the first time where the stagers are the job's own."""
-        return self._open_port(index, attempt, generation)
-
-    def reconnect(self, generation: int) -> TcpStagerPort:
-        return self._open_port(0, 0, generation)
-
-    def _open_port(self, index: int, lead_attempt: int, generation: int) -> TcpStagerPort:
-        if not self._starts_stager:
-            return self._connect(index, lead_attempt, generation)
-        started = self._own.get(index)
-        if started is None:
-            started = self._own[index] = StartedStager(
-                self._config,
-                self.peers(),
-                self._start(generation),
-                one_machine=self.one_machine,
-                announcements=_StoreAnnouncements(self.store("stager"), self._job.place)
-                if index == 0
-                else None,
-                own=OwnShare(self._starting_ranks[index], ShareNumber(index, self.stagers), lead_attempt),
-            )
-        else:
-            started.reconnect(generation, lead_attempt)
-        self._ports[index] = started.port
-        return started.port
-
-    def _start(self, generation: int) -> JobStart:
-        return JobStart(self.launch, self.incarnation, generation)
-
-    def _connect(self, index: int, lead_attempt: int, generation: int) -> TcpStagerPort:
-        config = self._config
-        key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
-        port = self._ports[index] = connect_to_stager(
-            config,
-            StagerTarget(config.stagers[index], key or None, lead_attempt),
-            rank=self.rank,
-            ranks=self.ranks,
-            start=self._start(generation),
-            seconds_max=config.reconnect_seconds_max if generation else config.start_seconds_max,
-        )
-        return port
-
     def peers(self) -> Peers:
-        """As `World.peers`. Collective the first time. PeerLost: a rank did not connect in `start_seconds_max`."""
         if self._peers is None:
             self._peers = C10dPeers(
                 self.store("peers"),
@@ -203,6 +120,12 @@ class C10dWorld:
     def uncaught_port(self) -> StoreMailbox:
         return self._uncaught
 
+    def _start(self, generation: int) -> JobStart:
+        return JobStart(self.launch, self.incarnation, generation)
+
+    def _announcements(self) -> StoreAnnouncements:
+        return StoreAnnouncements(self.store("stager"), self._job.place)
+
     def store(self, name: str) -> Store:
         """Open a connection to the store, with a key prefix of its own. PeerLost: the store is lost."""
         return PrefixStore(f"{self._key_prefix}/{name}", self._job.connect(self._config.start_seconds_max))
@@ -215,8 +138,7 @@ class C10dWorld:
 
     def _disconnect(self) -> None:
         """At exit, say BYE to each stager; if rank 0 serves the store, it waits for the others to leave."""
-        for port in self._ports.values():
-            port.disconnect(_DISCONNECT_SECONDS_MAX)
+        super()._disconnect()
         if self._job.outlives_ranks or self.ranks == 1:
             return
         key, deadline = f"{self._key_prefix}/left", time.monotonic() + _LINGER_SECONDS_MAX
@@ -226,21 +148,6 @@ class C10dWorld:
                 _poll_until(lambda: len(self._job.store.compare_set(key, "", "")) >= self.ranks, deadline)
 
 
-class _StoreAnnouncements:
-    """`Announcements` through the store. One thread at a time."""
-
-    def __init__(self, store: Store, place: str) -> None:
-        self._store, self._place = store, place
-
-    def announce(self, data: bytes) -> None:
-        with store_errors(self._place, "rank 0 saying which stager is the job's"):
-            self._store.set("place", data.decode())
-
-    def latest(self) -> bytes:
-        with store_errors(self._place, "asking which stager is the job's"):
-            return bytes(self._store.compare_set("place", "", ""))
-
-
 def _own_rank() -> tuple[int, int]:
     """Return this rank and the number of ranks."""
     if torch.distributed.is_initialized():
@@ -248,13 +155,13 @@ def _own_rank() -> tuple[int, int]:
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         _reject_srun_tasks()
         return 0, 1
-    variables = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if not all(text.isdecimal() for text in variables) or not int(variables[0]) < int(variables[1]):
+    rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not (rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks)):
         raise ConfigError(
-            f"RANK={variables[0] or 'none'}, WORLD_SIZE={variables[1] or 'none'}: expected a rank and how many there "
-            "are; start the job with torchrun, or set both for every rank"
+            f"RANK={rank or 'none'}, WORLD_SIZE={ranks or 'none'}: expected a rank and how many there are; start the "
+            "job with torchrun, or set both for every rank"
         )
-    return int(variables[0]), int(variables[1])
+    return int(rank), int(ranks)
 
 
 def _reject_srun_tasks() -> None:
@@ -286,14 +193,6 @@ def _launch(place: str, *, own_stager: bool = False) -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ or not place:  # every torchrun without --rdzv-id is "none"
         return f"{platform.node()}:{os.getppid()}"
     return f"{platform.node()}:{place}" if place.startswith(_LOOPBACK) else place
-
-
-def _open_and_rendezvous(
-    rank: int, ranks: int, seconds_max: float, *, own_stager: bool
-) -> tuple[JobStore, _Rendezvous]:
-    job = open_job_store(rank, ranks, seconds_max)
-    with store_errors(job.place, "the ranks meeting in it"):
-        return job, _rendezvous(job, rank, ranks, seconds_max, own_stager=own_stager)
 
 
 def _rendezvous(

@@ -9,20 +9,9 @@ import time
 from typing import NamedTuple
 
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
+from holdfast.net import handshake
 from holdfast.net.address import Address
-from holdfast.net.handshake import (
-    ADMISSION_BYTES,
-    CHALLENGE_BYTES,
-    MESSAGES_CHANNEL,
-    NONCE_BYTES,
-    RANKS_MAX,
-    Hello,
-    JobStart,
-    Status,
-    TlsRequired,
-    answer_challenge,
-    read_admission,
-)
+from holdfast.net.handshake import Hello, JobStart, Status
 from holdfast.net.lifelines import enable_keepalive
 from holdfast.net.tls import AnySocket, RankTls
 from holdfast.stager_key import read_stager_key
@@ -64,10 +53,10 @@ class Connector:
         tls: RankTls | None,
         lead_attempt: int = 0,
     ) -> None:
-        if ranks > RANKS_MAX:
+        if ranks > handshake.RANKS_MAX:
             raise ConfigError(
-                f"this job has {ranks} ranks, and a stager that listens serves at most {RANKS_MAX}; unset "
-                "HOLDFAST_STAGER, and start the job with mpirun and a stager in its line"
+                f"this job has {ranks} ranks, and a stager that listens serves at most {handshake.RANKS_MAX}; "
+                "unset HOLDFAST_STAGER, and start the job with mpirun and a stager in its line"
             )
         self.address, self.rank = address, rank
         self._key, self._ranks, self._start, self._tls = key, ranks, start, tls
@@ -76,18 +65,12 @@ class Connector:
     def open(
         self, channel: int, *, seconds_max: float, received: int = 0, resuming: bool = False
     ) -> OpenedConnection:
-        """Connect and be admitted; retry for `seconds_max`.
+        """Connect and be admitted; retry for `seconds_max`. `channel`: 0 for messages, from 1 on for payloads.
+        `received`: how many of the stager's messages this rank has received. `resuming`: this rank was admitted before.
 
-        `channel`: 0 for messages, from 1 on for payloads. `received`: how many of the stager's messages this rank has
-        received. `resuming`: this rank was admitted before.
-
-        Raises:
-            ConfigError: The stager has another key, another number of ranks, or serves another job; only one side has
-                TLS, or the certificate is not trusted.
-            ProtocolError: The peer is no stager, or one of another version.
-            GenerationOver: The stager refuses this generation, but the ranks may return as the next one.
-            StartReplaced: The launcher has started the job again.
-            PeerLost: The stager cannot be reached, or is ending.
+        ConfigError: the stager has another key, another number of ranks, or serves another job; only one side has TLS,
+        or the certificate is not trusted. ProtocolError: the peer is no stager, or one of another version.
+        GenerationOver, StartReplaced: as the classes say. PeerLost: the stager cannot be reached, or is ending.
         """
         begun = time.monotonic()
         deadline = begun + seconds_max
@@ -128,8 +111,8 @@ class Connector:
     def _handshake(
         self, sock: AnySocket, channel: int, received: int, resuming: bool, deadline: float
     ) -> OpenedConnection:
-        enable_keepalive(sock, messages=channel == MESSAGES_CHANNEL)
-        nonce = os.urandom(NONCE_BYTES)
+        enable_keepalive(sock, messages=channel == handshake.MESSAGES_CHANNEL)
+        nonce = os.urandom(handshake.NONCE_BYTES)
         hello = Hello(
             self.rank,
             self._ranks,
@@ -145,8 +128,9 @@ class Connector:
         sock.sendall(data)
         key = read_stager_key(self.address) if self._key is None else self._key
         try:
-            proof = answer_challenge(key, data, _receive_exactly(sock, CHALLENGE_BYTES, deadline), received)
-        except TlsRequired:
+            challenge = _receive_exactly(sock, handshake.CHALLENGE_BYTES, deadline)
+            proof = handshake.answer_challenge(key, data, challenge, received)
+        except handshake.TlsRequired:
             raise ConfigError(
                 f"the stager at {self.address} takes connections with TLS alone, and this rank has no tls_ca; name the "
                 "file with the certificate to trust in HOLDFAST_TLS_CA"
@@ -157,7 +141,7 @@ class Connector:
                 "the same in HOLDFAST_KEY or HOLDFAST_KEY_FILE"
             )
         sock.sendall(proof)
-        admission = read_admission(_receive_exactly(sock, ADMISSION_BYTES, deadline))
+        admission = handshake.read_admission(_receive_exactly(sock, handshake.ADMISSION_BYTES, deadline))
         text = _receive_exactly(sock, admission.text_bytes, deadline).decode(errors="replace")
         if admission.status is not Status.ADMITTED:
             raise self._refusal_error(admission.status, text)

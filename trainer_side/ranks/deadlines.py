@@ -20,11 +20,8 @@ HANGING_SHARE = 0.1
 def within(
     call: Callable[[], _T], seconds_max: float, *, name: str, on_late: Callable[[_T], object] | None = None
 ) -> _T:
-    """Call `call` in a thread, and wait at most `seconds_max`. `on_late` gets a result that comes after the deadline.
-
-    Raises:
-        TimeoutError: The call has not returned in time.
-        BaseException: The exception of the call.
+    """Call `call` in a thread, and wait at most `seconds_max`; raises its exception, or TimeoutError: it has not
+    returned in time. `on_late` gets a result that comes after the deadline.
     """
     done: Future[_T] = Future()
 

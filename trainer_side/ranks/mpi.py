@@ -1,9 +1,4 @@
-"""MPI in a training rank, for the four files that call it: initialization settings, waiting, errors.
-
-    MpiWorld.join()     mpi_world.py         once per process, collective: exchange of roles
-        ├── MpiStagerPort   mpi_stager_port.py   control messages and payloads to the stager   one thread: the link's
-        ├── MpiCouncilPort  mpi_council_port.py  messages among the trainers, for local tiers  one thread: the council's
-        └── MpiPeers        mpi_peers.py         bytes among the trainers, for restore         main thread, at start
+"""MPI in a training rank, for the three files that call it: initialization settings, waiting, errors.
 
 Importing any of them starts MPI. Rules: errors are returned, never abort (ERRORS_RETURN on each communicator); requests
 are polled with a growing pause, because MPI's blocking calls spin; every wait has a deadline.
@@ -16,6 +11,7 @@ import time
 import mpi4py
 
 from holdfast.errors import PeerLost
+from trainer_side.ranks.peers import poll_until
 
 # The link's thread talks to MPI while the main thread may do so too (restore, or the user's own communicators).
 mpi4py.rc.thread_level = "multiple"
@@ -23,29 +19,20 @@ mpi4py.rc.thread_level = "multiple"
 mpi4py.rc.finalize = False
 from mpi4py import MPI as MPI  # noqa: E402, PLC0414 - re-exported for the other files
 
-PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 50e-6, 2e-3
-_EAGER_POLLS = 200  # polls that only yield, before a wait begins to sleep: a round trip takes a few polls
+PAUSE_SECONDS = 50e-6
 LOST = frozenset({MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED})
 
 
 def wait(requests: list[MPI.Request], seconds_max: float, what: str) -> None:
     """Poll until all are complete. Raises `PeerLost` at the deadline or when a process is dead."""
-    deadline = time.monotonic() + seconds_max
-    pause_seconds, polls = PAUSE_SECONDS_MIN, 0
     try:
-        while not MPI.Request.Testall(requests):
-            polls += 1
-            if polls <= _EAGER_POLLS:
-                time.sleep(0)  # yields the GIL and the core
-                continue
-            if time.monotonic() > deadline:
-                raise PeerLost(
-                    f"waited {seconds_max:g} s for {what}; a process of the job is stopped, slow, or does not take part"
-                )
-            time.sleep(pause_seconds)
-            pause_seconds = min(PAUSE_SECONDS_MAX, pause_seconds * 1.5)
+        in_time = poll_until(lambda: MPI.Request.Testall(requests), time.monotonic() + seconds_max)
     except MPI.Exception as error:
         raise lost_peer(error, f"a process was lost while waiting for {what}") from error
+    if not in_time:
+        raise PeerLost(
+            f"waited {seconds_max:g} s for {what}; a process of the job is stopped, slow, or does not take part"
+        )
 
 
 def lost_peer(error: MPI.Exception, who: str = "the stager") -> PeerLost:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from trainer_side.ranks.mpi import MPI, lost_peer, wait
-from trainer_side.ranks.peers import cut
+from trainer_side.ranks.peers import COLLECTIVE_SECONDS_MAX, Pieces, divide
 
-_SECONDS_MAX = 600.0  # how long a collective call waits for the other ranks
 _PIECE_BYTES_MAX = 512 << 20  # MPI counts are 32 bits; well below
-_WHOLE_BYTES_MIN = 128 << 10  # a piece of this size is a message of its own
 _PARCEL_TAG = 1
 
 
@@ -27,67 +25,53 @@ class MpiPeers:
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
         length = np.array([len(data) if data is not None else 0], dtype=np.int64)
         what = f"a broadcast of rank {root}"
-        wait([self._comm.Ibcast([length, MPI.INT64_T], root)], _SECONDS_MAX, what)
+        wait([self._comm.Ibcast([length, MPI.INT64_T], root)], COLLECTIVE_SECONDS_MAX, what)
         buffer = bytearray(data) if self.rank == root and data is not None else bytearray(int(length[0]))
         view = memoryview(buffer)
         for start in range(0, len(buffer), _PIECE_BYTES_MAX):
             piece = view[start : start + _PIECE_BYTES_MAX]
-            wait([self._comm.Ibcast([piece, MPI.BYTE], root)], _SECONDS_MAX, what)
+            wait([self._comm.Ibcast([piece, MPI.BYTE], root)], COLLECTIVE_SECONDS_MAX, what)
         return bytes(buffer)
 
     def all_agree(self, ok: bool) -> bool:
         mine, all_of_them = np.array([int(ok)], dtype=np.int32), np.zeros(1, dtype=np.int32)
         request = self._comm.Iallreduce([mine, MPI.INT32_T], [all_of_them, MPI.INT32_T], MPI.LAND)
-        wait([request], _SECONDS_MAX, "all ranks to agree")
+        wait([request], COLLECTIVE_SECONDS_MAX, "all ranks to agree")
         return bool(all_of_them[0])
 
-    def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
+    def share(self, pieces: Pieces, root: int) -> None:
         self._queue(pieces, lambda buffer: self._comm.Ibcast(buffer, root), root)
 
-    def send(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+    def send(self, pieces: Pieces, rank: int) -> None:
         self._queue(pieces, lambda buffer: self._comm.Isend(buffer, rank, _PARCEL_TAG), rank)
 
-    def receive(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+    def receive(self, pieces: Pieces, rank: int) -> None:
         self._queue(pieces, lambda buffer: self._comm.Irecv(buffer, rank, _PARCEL_TAG), rank)
 
-    def _queue(
-        self, pieces: Sequence[tuple[int, int]], start: Callable[[Any], MPI.Request], rank: int
-    ) -> None:
-        """Start the messages for these pieces; the division depends only on sizes, so all ranks make the same.
-
-        A large piece is a message of its own: on one machine MPI copies contiguous memory straight between processes,
-        but scattered memory through small buffers, several times slower.
-        """
-        small = [piece for piece in pieces if piece[1] < _WHOLE_BYTES_MIN]
-        for run in (*([piece] for piece in pieces if piece[1] >= _WHOLE_BYTES_MIN), small):
-            for group in cut(run, _PIECE_BYTES_MAX):
-                sizes, addresses = [nbytes for _, nbytes in group], [address for address, _ in group]
-                scattered = MPI.BYTE.Create_hindexed(sizes, addresses).Commit()
-                try:
-                    request = start([MPI.BOTTOM, 1, scattered])
-                except MPI.Exception as error:
-                    raise lost_peer(error, f"rank {rank} or another one") from error
-                self._shared.append((request, scattered))
+    def _queue(self, pieces: Pieces, start: Callable[[Any], MPI.Request], rank: int) -> None:
+        # On one machine MPI copies contiguous memory straight between processes, but scattered memory through small
+        # buffers, several times slower.
+        for group in divide(pieces, _PIECE_BYTES_MAX):
+            sizes, addresses = [nbytes for _, nbytes in group], [address for address, _ in group]
+            scattered = MPI.BYTE.Create_hindexed(sizes, addresses).Commit()
+            try:
+                request = start([MPI.BOTTOM, 1, scattered])
+            except MPI.Exception as error:
+                raise lost_peer(error, f"rank {rank} or another one") from error
+            self._shared.append((request, scattered))
 
     def poll(self) -> None:
         try:
             MPI.Request.Testsome([request for request, _ in self._shared])
         except MPI.Exception as error:
             raise lost_peer(error, "a process was lost during the restore") from error
-        in_flight = []
-        for request, scattered in self._shared:
-            if request == MPI.REQUEST_NULL:
-                scattered.Free()
-            else:
-                in_flight.append((request, scattered))
-        self._shared = in_flight  # the next poll tests only these
+        for _, scattered in (one for one in self._shared if one[0] == MPI.REQUEST_NULL):
+            scattered.Free()
+        self._shared = [one for one in self._shared if one[0] != MPI.REQUEST_NULL]
 
     def finish(self, deadline_seconds: float) -> None:
         shared, self._shared = self._shared, []
-        wait(
-            [request for request, _ in shared],
-            deadline_seconds,
-            f"{len(shared)} shared pieces of the restore",
-        )
+        what = f"{len(shared)} shared pieces of the restore"
+        wait([request for request, _ in shared], deadline_seconds, what)
         for _, scattered in shared:
             scattered.Free()

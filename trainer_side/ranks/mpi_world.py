@@ -1,6 +1,6 @@
 """The MPI job of a training rank: the exchange of roles at start-up, and the end of MPI.
 
-The first import starts MPI. `MpiWorld.join` is collective, once per process, and makes communicators of our own.
+The first import starts MPI. `MpiWorld` makes communicators of our own.
 """
 
 from __future__ import annotations
@@ -16,39 +16,31 @@ from typing import ClassVar
 import mpi4py
 import numpy as np
 
-from holdfast.config import TrainerConfig
+from holdfast.config import OWN_STAGER, TrainerConfig
 from holdfast.errors import ConfigError
 from holdfast.image.shares import WRITERS_MAX
 from holdfast.net.handshake import INCARNATION_BYTES, JobStart
 from holdfast.process import FINALIZE_SECONDS_MAX, at_exit, call_or_exit
 from holdfast.wire.frames import Role
 from trainer_side.ranks.mpi import MPI, wait
-from trainer_side.ranks.mpi_council_port import MpiCouncilPort
 from trainer_side.ranks.mpi_peers import MpiPeers
-from trainer_side.ranks.mpi_stager_port import MpiStagerPort, has_stager_timed_out
-from trainer_side.ranks.ports import StagerPort, no_stager_error
-from trainer_side.ranks.started_stager import StartedStager
-from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+from trainer_side.ranks.mpi_ports import MpiCouncilPort, MpiStagerPort
+from trainer_side.ranks.ports import StagerPort
+from trainer_side.ranks.world import World
 
-_START_SECONDS_MAX = 120.0
-_DISCONNECT_SECONDS_MAX = 5.0
 _END_PAUSE_SECONDS = 5e-3
 _FAILED_SECONDS = 3.0  # how long a failed rank waits for the others to end as well
 _REVOKE_POLLS = 40
 
 
 def _finalize() -> None:
-    if (
-        mpi4py.rc.finalize is not False
-        or not MPI.Is_initialized()
-        or MPI.Is_finalized()
-        or has_stager_timed_out()
-    ):
+    is_running = MPI.Is_initialized() and not MPI.Is_finalized()
+    if mpi4py.rc.finalize is not False or not is_running or MpiStagerPort.any_timed_out:
         return
     # After an uncaught exception the others may wait for this rank in a collective call of the script. To wait for them
     # without a deadline would hang the job; the end of this rank is noticed.
     failed = hasattr(sys, "last_value")
-    if failed and MpiWorld.joined() is None:
+    if failed and not MpiWorld.has_joined:
         return  # the ranks have not met yet
     deadline = time.monotonic() + _FAILED_SECONDS if failed else math.inf
     world = MPI.COMM_WORLD
@@ -79,17 +71,22 @@ def _finalize() -> None:
 at_exit(_finalize)  # first registered, last called
 
 
-class MpiWorld:
-    """The `World` of an MPI job. Get it by `join`."""
+class MpiWorld(World):
+    """The `World` of an MPI job. Construction is collective. Main thread.
+
+    PeerLost: not all processes joined within `start_seconds_max`. ConfigError: too many stagers, MPI without threads,
+    or both an own stager and one of mpirun.
+    """
 
     stager_advice = (
         "add `: -n 1 holdfast stager --store URL` to the mpirun line, or set HOLDFAST_STAGER=own and "
         "HOLDFAST_STORE=URL, and rank 0 starts one"
     )
 
-    _joined: ClassVar[MpiWorld | None] = None
+    has_joined: ClassVar[bool] = False
 
-    def __init__(self, seconds_max: float) -> None:
+    def __init__(self, config: TrainerConfig) -> None:
+        super().__init__(config)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ConfigError(
                 "MPI was started without support for threads; import trainer_side before mpi4py.MPI, or set "
@@ -99,12 +96,12 @@ class MpiWorld:
         world.Set_errhandler(MPI.ERRORS_RETURN)
         mine = np.array([Role.TRAINER], dtype=np.int32)
         roles = np.zeros(world.size, dtype=np.int32)
-        wait([world.Iallgather(mine, roles)], seconds_max, "all processes of the MPI job to join holdfast")
+        request = world.Iallgather(mine, roles)
+        wait([request], config.start_seconds_max, "all processes of the MPI job to join holdfast")
         stagers: list[int] = np.flatnonzero(roles == Role.STAGER).tolist()
-        self.stagers = len(stagers)
-        if self.stagers > WRITERS_MAX:
+        if len(stagers) > WRITERS_MAX:
             raise ConfigError(
-                f"{self.stagers} stagers in one MPI job, expected at most {WRITERS_MAX}; start fewer"
+                f"{len(stagers)} stagers in one MPI job, expected at most {WRITERS_MAX}; start fewer"
             )
         # In the same order on every process: each stager takes part in both.
         control = world.Dup()
@@ -114,80 +111,35 @@ class MpiWorld:
             comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.ranks = self._trainers.rank, self._trainers.size
         # By their shares, which are in the order of the stagers' world ranks.
-        self._ports: list[MpiStagerPort | TcpStagerPort] = [MpiStagerPort(control, rank) for rank in stagers]
-        self._own_stager_config: TrainerConfig | None = None
-        self._own: StartedStager | None = None
+        self._ports.update(enumerate(MpiStagerPort(control, rank) for rank in stagers))
         node = self._trainers.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank = node.rank
         self.one_machine = bool(node.size == self.ranks)
         node.Free()
-
-    @classmethod
-    def join(cls, seconds_max: float = _START_SECONDS_MAX) -> MpiWorld:
-        """Meet the other processes of the job on the first call; later calls return the same world. Main thread.
-
-        Raises:
-            PeerLost: Not all processes joined within `seconds_max`.
-            ConfigError: Too many stagers, or MPI without threads.
-        """
-        if cls._joined is None:
-            cls._joined = cls(seconds_max)
-            at_exit(cls._joined._disconnect)
-        return cls._joined
-
-    @classmethod
-    def joined(cls) -> MpiWorld | None:
-        """The world, if this process has joined it."""
-        return cls._joined
-
-    def _disconnect(self) -> None:
-        """Say BYE at exit: a rank that never made a link must do so, too, or the stagers wait for it."""
-        for port in self._ports:
-            port.disconnect(_DISCONNECT_SECONDS_MAX)
-
-    def request_own_stager(self, config: TrainerConfig) -> None:
-        """Have rank 0 start a stager when the ranks first call `port`. ConfigError: mpirun has started one as well."""
-        if self.stagers:
+        MpiWorld.has_joined = True
+        at_exit(self._disconnect)
+        if stagers and config.stager == OWN_STAGER:
             raise ConfigError(
                 "trainer setting stager: own, and the mpirun line has a stager as well; unset it (HOLDFAST_STAGER), or "
                 "take the stager out of the mpirun line"
             )
-        self._own_stager_config, self.stagers = config, 1
-
-    def port(self) -> MpiStagerPort | TcpStagerPort:
-        """As `World.port`; collective if the job starts its own stager. HoldfastError: as `StartedStager`."""
-        if not self._ports and self._own_stager_config is not None:
-            peers = self.peers()
-            incarnation = peers.broadcast(os.urandom(INCARNATION_BYTES) if self.rank == 0 else None)
-            start = JobStart(incarnation.hex(), incarnation)
-            self._own = StartedStager(self._own_stager_config, peers, start, one_machine=self.one_machine)
-            self._ports.append(self._own.port)
-        if not self._ports:
-            raise no_stager_error(self)
-        return self._ports[0]
+        self.stagers = len(stagers) or self.stagers
 
     @property
     def reconnect(self) -> Callable[[int], StagerPort] | None:
         """As `World.reconnect`: only a stager that rank 0 has started can be restarted; mpirun restarts no process."""
-        return None if self._own is None else self._reconnect
-
-    def _reconnect(self, generation: int) -> StagerPort:
-        assert self._own is not None
-        port = self._ports[0] = self._own.reconnect(generation)
-        return port
-
-    def member(self, index: int, attempt: int, generation: int = 0) -> MpiStagerPort | TcpStagerPort:  # noqa: ARG002
-        """As `World.member`; the first stager sends the others the attempt, and a member is never reconnected."""
-        return self._ports[index]
+        return super().reconnect if self._own else None
 
     def peers(self) -> MpiPeers:
         return MpiPeers(self._trainers)
-
-    def torch_store(self) -> None:
-        """As `World.torch_store`: MPI has no store."""
 
     def council_port(self) -> MpiCouncilPort:
         return MpiCouncilPort(self._council)
 
     def uncaught_port(self) -> MpiCouncilPort:
         return MpiCouncilPort(self._uncaught)
+
+    def _start(self, generation: int) -> JobStart:
+        own = os.urandom(INCARNATION_BYTES) if self.rank == 0 else None
+        incarnation = self.peers().broadcast(own)
+        return JobStart(incarnation.hex(), incarnation, generation)

@@ -35,9 +35,8 @@ _BYTES_READ_MAX = 32 * 1024
 
 
 class PayloadSender:
-    """One payload connection and its thread.
-
-    `send` and `load` are for the link's thread, `reconnect` and `close` for any.
+    """One payload connection and its thread. `send` and `load` are for the link's thread, `reconnect` and `close` for
+    any.
 
     Args:
         on_receipt: Called from the sender's thread with the number of each payload whose receipt has arrived.
@@ -62,6 +61,7 @@ class PayloadSender:
         self.load = 0  # bytes that have no receipt yet
         self._closed = False
         self._reconnect_requested = False
+        self._moved_at = 0.0  # of bytes of the connection
         self._idle = threading.Event()  # set while the thread reads no payload's memory
         self._idle.set()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -111,7 +111,7 @@ class PayloadSender:
             with sock:
                 self._idle.clear()
                 try:
-                    _Connection(self, sock).run()
+                    self._serve(sock)
                 except OSError as error:
                     _log.debug("a connection for payloads has ended: %s", error)
                 finally:
@@ -120,19 +120,33 @@ class PayloadSender:
                 self._waiting.extendleft(reversed(self._in_flight.values()))
                 self._in_flight.clear()
 
-    # -- for the connection, in the sender's thread --------------------------------------------------------------------
-
-    @property
-    def must_end_connection(self) -> bool:
-        return self._closed or self._reconnect_requested
-
-    def begin_connection(self) -> int:
-        """Note that a connection begins; return the descriptor that wakes its poll."""
-        self._reconnect_requested = False
-        return self._wake
+    def _serve(self, sock: AnySocket) -> None:
+        """Send payloads and read receipts until `close` or `reconnect`. OSError: it ended, or made no progress."""
+        self._reconnect_requested, self._moved_at = False, time.monotonic()
+        parts: deque[memoryview] = deque()  # of the payload that is being written
+        receipts = bytearray()
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        poll.register(sock, select.POLLIN)
+        while not (self._closed or self._reconnect_requested):
+            if not parts and (following := self.next_payload()) is not None:
+                header, payload = following
+                parts.extend((memoryview(header.to_bytes()), payload))
+                self._moved_at = time.monotonic()
+            poll.modify(sock, select.POLLIN | (select.POLLOUT if parts else 0))
+            for descriptor, mask in poll.poll(_POLL_SECONDS * 1000):
+                if descriptor == self._wake:
+                    os.eventfd_read(self._wake)
+                    continue
+                if mask & select.POLLOUT:
+                    self._write(sock, parts)
+                if mask & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                    self._read_receipts(sock, receipts)
+            if self._in_flight and time.monotonic() - self._moved_at > self._stall_seconds:
+                raise TimeoutError(f"nothing has moved for {self._stall_seconds:g} s")
 
     def next_payload(self) -> tuple[PayloadHeader, memoryview] | None:
-        """Return the next payload, and count it as in flight."""
+        """Return the next payload, and count it as in flight. The sender's thread."""
         with self._lock:
             if not self._waiting:
                 return None
@@ -140,76 +154,36 @@ class PayloadSender:
             self._in_flight[header.number] = (header, payload)
             return header, payload
 
-    def acknowledge(self, number: int) -> None:
+    def _write(self, sock: AnySocket, parts: deque[memoryview]) -> None:
+        try:
+            sent = sock.sendmsg([part[:_BYTES_PER_CALL_MAX] for part in parts])
+        except BlockingIOError:
+            return
+        self._moved_at = time.monotonic()
+        while sent > 0:
+            part = parts.popleft()
+            if sent < len(part):
+                parts.appendleft(part[sent:])
+            sent -= min(sent, len(part))
+
+    def _read_receipts(self, sock: AnySocket, receipts: bytearray) -> None:
+        try:
+            data = sock.recv(_BYTES_READ_MAX)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionResetError("the stager has hung up")
+        self._moved_at = time.monotonic()
+        receipts += data
+        complete_bytes = len(receipts) - len(receipts) % RECEIPT.size
+        for (number,) in RECEIPT.iter_unpack(bytes(receipts[:complete_bytes])):
+            self._acknowledge(number)
+        del receipts[:complete_bytes]
+
+    def _acknowledge(self, number: int) -> None:
         with self._lock:
             found = self._in_flight.pop(number, None)
             if found is None:
                 return
             self.load -= found[0].nbytes
         self._on_receipt(number)
-
-    @property
-    def stall_seconds(self) -> float | None:
-        """The longest time without progress; None while no payload is in flight."""
-        return self._stall_seconds if self._in_flight else None
-
-
-class _Connection:
-    """One connection of a sender, until it ends."""
-
-    def __init__(self, sender: PayloadSender, sock: AnySocket) -> None:
-        self._sender, self._sock = sender, sock
-        self._parts: deque[memoryview] = deque()
-        self._receipts = bytearray()
-        self._moved_at = time.monotonic()
-
-    def run(self) -> None:
-        """Send payloads and read receipts until the sender is closed or reconnects. OSError: ended, or no progress."""
-        wake = self._sender.begin_connection()
-        poll = select.poll()
-        poll.register(wake, select.POLLIN)
-        poll.register(self._sock, select.POLLIN)
-        while not self._sender.must_end_connection:
-            if not self._parts and (following := self._sender.next_payload()) is not None:
-                header, payload = following
-                self._parts.extend((memoryview(header.to_bytes()), payload))
-                self._moved_at = time.monotonic()
-            poll.modify(self._sock, select.POLLIN | (select.POLLOUT if self._parts else 0))
-            for descriptor, mask in poll.poll(_POLL_SECONDS * 1000):
-                if descriptor == wake:
-                    os.eventfd_read(wake)
-                    continue
-                if mask & select.POLLOUT:
-                    self._send()
-                if mask & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                    self._receive_receipts()
-            stall_seconds = self._sender.stall_seconds
-            if stall_seconds is not None and time.monotonic() - self._moved_at > stall_seconds:
-                raise TimeoutError(f"nothing has moved for {stall_seconds:g} s")
-
-    def _send(self) -> None:
-        parts = list(self._parts)
-        try:
-            sent = self._sock.sendmsg([part[:_BYTES_PER_CALL_MAX] for part in parts])
-        except BlockingIOError:
-            return
-        self._moved_at = time.monotonic()
-        while sent > 0:
-            part = self._parts.popleft()
-            if sent < len(part):
-                self._parts.appendleft(part[sent:])
-            sent -= min(sent, len(part))
-
-    def _receive_receipts(self) -> None:
-        try:
-            data = self._sock.recv(_BYTES_READ_MAX)
-        except BlockingIOError:
-            return
-        if not data:
-            raise ConnectionResetError("the stager has hung up")
-        self._moved_at = time.monotonic()
-        self._receipts += data
-        complete_bytes = len(self._receipts) - len(self._receipts) % RECEIPT.size
-        for (number,) in RECEIPT.iter_unpack(bytes(self._receipts[:complete_bytes])):
-            self._sender.acknowledge(number)
-        del self._receipts[:complete_bytes]

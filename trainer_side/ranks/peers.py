@@ -1,10 +1,4 @@
-"""The interface of restore to the other ranks: seven calls, so that tests need no MPI.
-
-    broadcast   small bytes (manifest, structure) from one rank to all          all_agree   did all ranks succeed?
-    share       queue tensor bytes, from memory on one rank to memory on all others
-    send        queue the same to one other rank, which calls `receive`
-    poll        advance queued transfers; never waits
-    finish      return when all queued transfers are complete
+"""The interface of restore to the other ranks, so that tests need no MPI.
 
 `MpiPeers` implements it over MPI, `C10dPeers` over gloo. `broadcast`, `all_agree` and `share` are collective: each rank
 makes the same calls in the same order, from its training thread. Two ranks `send` and `receive` in the same order.
@@ -13,11 +7,20 @@ makes the same calls in the same order, from its training thread. Two ranks `sen
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from holdfast.errors import DamageError, HoldfastError, StoreMissing
 from holdfast.wire.frames import peer_error
+
+COLLECTIVE_SECONDS_MAX = 600.0  # how long a collective call waits for the other ranks
+_WHOLE_BYTES_MIN = 128 << 10  # a piece of this size is a message of its own
+_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 50e-6, 2e-3
+_EAGER_POLLS = 200  # polls that only yield, before a wait begins to sleep: a round trip takes a few polls
+
+Pieces = Sequence[tuple[int, int]]
+"""`(address, nbytes)` of runs of memory in this process."""
 
 
 class Peers(Protocol):
@@ -37,7 +40,7 @@ class Peers(Protocol):
         """Whether `ok` is true on every rank. Collective."""
         ...
 
-    def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
+    def share(self, pieces: Pieces, root: int) -> None:
         """Queue a copy of scattered memory from `root` to all other ranks. Collective.
 
         `pieces` are `(address, nbytes)` in this process: sizes are the same on every rank, addresses are not. Until
@@ -45,14 +48,14 @@ class Peers(Protocol):
         """
         ...
 
-    def send(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+    def send(self, pieces: Pieces, rank: int) -> None:
         """Queue a copy of scattered memory to one other rank, which receives pieces of the same sizes.
 
         The memory must stay unchanged until `finish` returns.
         """
         ...
 
-    def receive(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+    def receive(self, pieces: Pieces, rank: int) -> None:
         """Queue the receipt of pieces that `rank` sends."""
         ...
 
@@ -78,13 +81,13 @@ class LonePeers:
     def all_agree(self, ok: bool) -> bool:
         return ok
 
-    def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
+    def share(self, pieces: Pieces, root: int) -> None:
         """Do nothing: there is no other rank."""
 
-    def send(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+    def send(self, pieces: Pieces, rank: int) -> None:
         """Do nothing: there is no other rank."""
 
-    def receive(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+    def receive(self, pieces: Pieces, rank: int) -> None:
         """Do nothing: there is no other rank."""
 
     def poll(self) -> None:
@@ -94,7 +97,34 @@ class LonePeers:
         """Do nothing: no transfer is queued."""
 
 
-def cut(pieces: Iterable[tuple[int, int]], group_bytes: int) -> list[list[tuple[int, int]]]:
+def poll_until(is_done: Callable[[], bool], deadline: float) -> bool:
+    """Poll until `is_done()`, pausing ever longer; False: the deadline has passed. Blocking calls of MPI spin, and
+    those of gloo delay this process's signal handlers.
+    """
+    pause_seconds, polls = _PAUSE_SECONDS_MIN, 0
+    while not is_done():
+        polls += 1
+        if polls <= _EAGER_POLLS:
+            time.sleep(0)  # yields the GIL and the core
+            continue
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_seconds)
+        pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)
+    return True
+
+
+def divide(pieces: Pieces, message_bytes_max: int) -> Iterator[list[tuple[int, int]]]:
+    """Divide pieces into messages: each large piece by itself, small ones together.
+
+    The division depends only on sizes, so all ranks that take part make the same.
+    """
+    small = [piece for piece in pieces if piece[1] < _WHOLE_BYTES_MIN]
+    for run in (*([piece] for piece in pieces if piece[1] >= _WHOLE_BYTES_MIN), small):
+        yield from _cut(run, message_bytes_max)
+
+
+def _cut(pieces: Pieces, group_bytes: int) -> list[list[tuple[int, int]]]:
     """Cut pieces into groups of exactly `group_bytes`; only the last may be smaller."""
     groups: list[list[tuple[int, int]]] = []
     room = 0
@@ -118,10 +148,9 @@ def gather(peers: Peers, mine: bytes) -> list[bytes]:
 
 
 def agree(peers: Peers, error: HoldfastError | None) -> str | None:
-    """Exchange the outcome of a stage among all ranks; None if it succeeded on all. Collective.
-
-    Return a text that names damage and ranks if another checkpoint may work. Raise an error that another checkpoint
-    would not avoid: this rank's own, or the first one of another rank.
+    """Exchange the outcome of a stage among all ranks; None if it succeeded on all. Collective. Return a text that
+    names damage and ranks if another checkpoint may work. Raise an error that another checkpoint would not avoid: this
+    rank's own, or the first one of another rank.
     """
     if peers.all_agree(error is None):
         return None
@@ -145,11 +174,8 @@ def agree(peers: Peers, error: HoldfastError | None) -> str | None:
 
 
 def raise_agreed(peers: Peers, error: HoldfastError | None) -> None:
-    """Exchange the outcome of a stage among all ranks. Collective.
-
-    Raises:
-        DamageError: On every rank: a rank has found damage, and another checkpoint may work.
-        HoldfastError: As `agree`.
+    """As `agree`, which may raise; also DamageError on every rank: one has found damage, and another checkpoint may
+    work. Collective.
     """
     problem = agree(peers, error)
     if problem is not None:

@@ -1,23 +1,11 @@
-"""The interfaces of a training rank to its stager and to the other ranks, for all code outside this package.
-
-    World ── StagerPort   control messages and payloads to the stager
-        ├─── CouncilPort  messages among the ranks, for the local tiers
-        ├─── RanksPort    messages among the ranks, for an uncaught error
-        └─── Peers        bytes among the ranks, for restore (peers.py)
-
-The launcher decides which class implements `World` (joined.py): `MpiWorld` under mpirun, `C10dWorld` elsewhere.
-"""
+"""The interfaces of a training rank to its stager, and for messages among the ranks (world.py has the job)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from holdfast.errors import ConfigError, PeerLost
-from trainer_side.ranks.peers import Peers
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from holdfast.errors import PeerLost
 
 
 class GenerationOver(PeerLost):
@@ -32,12 +20,9 @@ class StagerPort(Protocol):
     """Messages and payloads to and from the stager. One thread at a time.
 
     Every method raises `PeerLost` when the stager is known to be lost.
-
-    Attributes:
-        has_threads: Payloads move in threads of their own; otherwise only while this port is polled.
     """
 
-    has_threads: bool
+    has_threads: bool  # payloads move in threads of their own; otherwise only while this port is polled
 
     @property
     def one_machine(self) -> bool:
@@ -101,61 +86,3 @@ class CouncilPort(RanksPort, Protocol):
     def flush(self, seconds_max: float) -> None:
         """Wait until every message was sent, at most `seconds_max`."""
         ...
-
-
-class World(Protocol):
-    """The job as its ranks met at start-up.
-
-    Attributes:
-        stagers: How many stagers the job has; several have a share of every checkpoint each.
-        stager_advice: How to give a job like this one a stager, for error messages.
-    """
-
-    rank: int
-    ranks: int
-    local_rank: int
-    one_machine: bool
-    stagers: int
-    stager_advice: str
-
-    def port(self) -> StagerPort:
-        """Connect to the stager, the lead of several. ConfigError: the job has no stager."""
-        ...
-
-    def member(self, index: int, attempt: int, generation: int = 0) -> StagerPort:
-        """Connect to stager `index` of several, with the attempt that the lead has chosen. `generation` above 0:
-        as `reconnect`, also to the lead itself; different stagers may be reconnected at the same time.
-        """
-        ...
-
-    @property
-    def reconnect(self) -> Callable[[int], StagerPort] | None:
-        """A call that reconnects to a lost stager, as a new generation of the job's start. Any thread, one at a time.
-
-        The call raises `HoldfastError` if the stager cannot be reached or refuses this rank. None: a lost stager stays
-        lost.
-        """
-        ...
-
-    def peers(self) -> Peers:
-        """Connect to the other ranks for restore. Main thread, before the first step."""
-        ...
-
-    def torch_store(self) -> Store | None:
-        """A part of the job's store for `torch.distributed`; None if there is no such store. PeerLost: it is lost."""
-        ...
-
-    def council_port(self) -> CouncilPort:
-        """Connect to the other ranks for local tiers. At any time."""
-        ...
-
-    def uncaught_port(self) -> RanksPort:
-        """The port to the other ranks for an error that ends this one."""
-        ...
-
-
-def no_stager_error(world: World) -> ConfigError:
-    return ConfigError(
-        f"no stager in this job of {world.ranks} trainers; {world.stager_advice}, or set tiers "
-        '(HOLDFAST_TIERS="memory,nvme:/mnt/nvme0") and store to keep checkpoints in local tiers'
-    )

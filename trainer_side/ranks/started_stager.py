@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from holdfast.config import OWN_PER_NODE, OWN_STAGER, StagerConfig, TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
@@ -33,7 +33,10 @@ from holdfast.own_stager import OwnStagerEndpoint, find_own_stager, parse_first_
 from holdfast.supervised import ATTEMPT_VARIABLE, KEPT_VARIABLE
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, raise_agreed
-from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+from trainer_side.ranks.tcp_stager_port import StagerTarget, TcpStagerPort, connect_to_stager
+
+if TYPE_CHECKING:
+    from trainer_side.ranks.c10d_store import StoreAnnouncements
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -48,17 +51,11 @@ _HIDDEN_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", ATTEMPT_VARIABLE, KEPT_V
 
 
 class OwnShare(NamedTuple):
-    """One of the stagers that a job starts for itself.
+    """One of the stagers that a job starts for itself."""
 
-    Attributes:
-        root: The rank that starts it on its machine.
-        share: Its share of each checkpoint.
-        lead_attempt: As `Hello.lead_attempt`.
-    """
-
-    root: int = 0
-    share: ShareNumber = WHOLE
-    lead_attempt: int = 0
+    root: int = 0  # the rank that starts it on its machine
+    share: ShareNumber = WHOLE  # of each checkpoint
+    lead_attempt: int = 0  # as `Hello.lead_attempt`
 
 
 _ONLY_SHARE = OwnShare()
@@ -75,13 +72,8 @@ def living_share(config: TrainerConfig) -> str:
 
 
 def starting_ranks(nodes: Sequence[int], living: Sequence[str]) -> list[int]:
-    """Return the rank that starts the stager of each share.
-
-    A living stager keeps its share, because its ring has this share of the newest checkpoints.
-
-    Args:
-        nodes: The first rank of each node.
-        living: The result of `living_share` on each node.
+    """Return the rank that starts the stager of each share. A living stager keeps its share, because its ring has this
+    share of the newest checkpoints. `nodes`: The first rank of each node. `living`: Of each, its `living_share`.
     """
     texts = [str(ShareNumber(index, len(nodes))) for index in range(len(nodes))]
     by_share = dict(zip(living, nodes, strict=True))
@@ -90,14 +82,10 @@ def starting_ranks(nodes: Sequence[int], living: Sequence[str]) -> list[int]:
 
 
 class StagerStarter:
-    """Handle of an own stager, on the rank that starts it: finds or starts the stager. One thread at a time.
+    """Handle of an own stager, on the rank that starts it: finds or starts the stager. One thread at a time. It listens
+    on loopback if all ranks are on `one_machine`.
 
-    Args:
-        one_machine: Whether all ranks are on this machine; the stager then listens on loopback.
-        own: Which of the job's stagers it is.
-
-    Raises:
-        ConfigError: A setting of the stager is wrong, or other machines could not reach its address.
+    ConfigError: a setting of the stager is wrong, or other machines could not reach its address.
     """
 
     def __init__(self, config: TrainerConfig, *, one_machine: bool, own: OwnShare = _ONLY_SHARE) -> None:
@@ -127,17 +115,13 @@ class StagerStarter:
         self._listen, self._host = listen, listen.host
         if listen.host in _ANY_ADDRESS:
             self._host = _LOOPBACK if one_machine else _own_host(is_master=own.root == 0)
-        configured_key = read_key(
-            None if stager.key is None else stager.key.get_secret_value(), stager.key_file
-        ).decode()
-        self._key = configured_key or new_key()
+        key = None if stager.key is None else stager.key.get_secret_value()
+        self._key = read_key(key, stager.key_file).decode() or new_key()
         self._process: subprocess.Popen[bytes] | None = None
 
     def find_living(self) -> OwnStagerEndpoint | None:
-        """Return the living stager that this start of the job, or an earlier one, has started on this machine.
-
-        If that stager has another share, because the earlier start had other nodes, wait for its end. PeerLost: it does
-        not end within `start_seconds_max`.
+        """Return the living stager that this start of the job, or an earlier one, has started on this machine. One with
+        another share, of a start with other nodes, must end first. PeerLost: not within `start_seconds_max`.
         """
         if self._process is not None:
             self._process.poll()  # reaps a dead stager
@@ -162,11 +146,8 @@ class StagerStarter:
             time.sleep(_POLL_SECONDS)
 
     def start(self) -> OwnStagerEndpoint:
-        """Start the stager, at its last address if it had one, and wait until it listens, at most `start_seconds_max`.
-
-        Raises:
-            HoldfastError: The error with which the stager has ended.
-            PeerLost: The stager has ended without a message, or does not listen in time.
+        """Start the stager, at its last address if it had one, and wait until it listens. Raises the error with which
+        it has ended; PeerLost: it gave none, or does not listen within `start_seconds_max`.
         """
         log = log_path("stager", self._store)
         with log.open("ab") as end:
@@ -220,20 +201,8 @@ class StagerStarter:
         return line
 
     def _environment(self) -> dict[str, str]:
-        inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith(_HIDDEN_VARIABLES)
-        }
-        return {**inherited, "HOLDFAST_KEY": self._key}
-
-
-class Announcements(Protocol):
-    """Channel on which rank 0 announces the current stager to the other ranks, at any time. Raises `PeerLost`."""
-
-    def announce(self, data: bytes) -> None: ...
-
-    def latest(self) -> bytes:
-        """The last announcement; empty if there was none."""
-        ...
+        kept = (one for one in os.environ.items() if not one[0].startswith(_HIDDEN_VARIABLES))
+        return {**dict(kept), "HOLDFAST_KEY": self._key}
 
 
 class StartedStager:
@@ -241,15 +210,9 @@ class StartedStager:
     (`on_stager_lost="own"`). Construction is collective: rank 0 finds or starts the stager, and all ranks connect.
     Main thread; `reconnect` from any thread.
 
-    Args:
-        announcements: None: the stager keeps its address, and the ranks get no later announcement.
-        own: Which of the job's stagers it is; rank `own.root` finds or starts it instead of rank 0.
-
-    Attributes:
-        port: The connection of the newest generation.
-
-    Raises:
-        HoldfastError: On every rank: the stager could not be started, or a rank does not reach it.
+    `announcements`: None: the stager keeps its address. `own`: Which of the job's stagers it is; rank `own.root` does
+    for it what rank 0 does for the only one. HoldfastError, on every rank: the stager could not be started, or a rank
+    does not reach it.
     """
 
     def __init__(
@@ -259,7 +222,7 @@ class StartedStager:
         start: JobStart,
         *,
         one_machine: bool,
-        announcements: Announcements | None = None,
+        announcements: StoreAnnouncements | None = None,
         own: OwnShare = _ONLY_SHARE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -294,7 +257,7 @@ class StartedStager:
                 error = failed
         raise_agreed(peers, error)
         assert port is not None
-        self.port = port
+        self.port = port  # of the newest generation
 
     def reconnect(self, generation: int, lead_attempt: int = 0) -> TcpStagerPort:
         """As `World.reconnect`. Rank `own.root` restarts a dead own stager. Rank 0 replaces a named one that was lost
@@ -306,10 +269,12 @@ class StartedStager:
             announced = b"" if self._announcements is None else self._announcements.latest()
             if announced:
                 self._place = OwnStagerEndpoint.from_bytes(announced)
-        elif self._named is None:
-            self._restart_if_dead(self._process)
         elif self._process.find_living() is None:
-            self._switch_to(self._named)
+            if self._named is None:
+                _log.warning("the stager that rank %d has started has died; it is started again", self._rank)
+                self._process.start()
+            else:
+                self._switch_to(self._named)
         try:
             self.port = self._connect(generation, seconds_max)
         except PeerLost:
@@ -332,11 +297,6 @@ class StartedStager:
         if self._named_lost_at is None:
             self._named_lost_at = self._clock() - self._config.reconnect_seconds_max
         return self._clock() - self._named_lost_at >= self._config.own_after_seconds
-
-    def _restart_if_dead(self, process: StagerStarter) -> None:
-        if process.find_living() is None:
-            _log.warning("the stager that rank %d has started has died; it is started again", self._rank)
-            process.start()
 
     def _switch_to(self, place: OwnStagerEndpoint) -> None:
         if place != self._place:
@@ -379,44 +339,8 @@ class StartedStager:
         )
 
 
-class StagerTarget(NamedTuple):
-    """A stager to connect to.
-
-    Attributes:
-        address: `HOST:PORT`.
-        key: None: the key of a stager of this user on this machine.
-        lead_attempt: As `Hello.lead_attempt`.
-    """
-
-    address: str
-    key: bytes | None
-    lead_attempt: int = 0
-
-
-def connect_to_stager(
-    config: TrainerConfig, target: StagerTarget, *, rank: int, ranks: int, start: JobStart, seconds_max: float
-) -> TcpStagerPort:
-    """Connect to a stager, with the settings of `config`; raises as `TcpStagerPort.connect`."""
-    return TcpStagerPort.connect(
-        address=target.address,
-        key=target.key,
-        rank=rank,
-        ranks=ranks,
-        launch=start.launch,
-        incarnation=start.incarnation,
-        generation=start.generation,
-        lead_attempt=target.lead_attempt,
-        connections=config.connections,
-        reconnect_seconds_max=config.reconnect_seconds_max,
-        start_seconds_max=seconds_max,
-        tls_ca=config.tls_ca,
-    )
-
-
 def _own_host(*, is_master: bool) -> str:
-    """Guess the address at which other machines reach this one: MASTER_ADDR on rank 0's, else that of the route to
-    rank 0, or of the default route.
-    """
+    """Guess the address at which other machines reach this one: MASTER_ADDR on rank 0's, else that of a route."""
     master_address = os.environ.get("MASTER_ADDR", "")
     if Address(master_address, 0).is_loopback:
         master_address = ""

@@ -12,8 +12,9 @@ import os
 import queue
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import NamedTuple
 
+from holdfast.config import TrainerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.net.address import parse_address
 from holdfast.net.handshake import CHANNELS_MAX, MESSAGES_CHANNEL, JobStart
@@ -32,10 +33,7 @@ _READS_PER_POLL_MAX = 64
 
 
 class TcpStagerPort:
-    """The `StagerPort` over TCP. Get one by `connect`.
-
-    `processes_per_core`: from LOCAL_WORLD_SIZE; 0 if that is not set.
-    """
+    """The `StagerPort` over TCP. Get one by `connect_to_stager`."""
 
     has_threads = True
 
@@ -71,43 +69,6 @@ class TcpStagerPort:
             )
             for channel in range(1, 1 + min(connections, CHANNELS_MAX - 1))
         ]
-
-    @classmethod
-    def connect(
-        cls,
-        *,
-        address: str,
-        key: bytes | None,
-        rank: int,
-        ranks: int,
-        launch: str,
-        incarnation: bytes,
-        generation: int = 0,
-        lead_attempt: int = 0,
-        connections: int,
-        reconnect_seconds_max: float,
-        start_seconds_max: float,
-        tls_ca: Path | None = None,
-    ) -> TcpStagerPort:
-        """Connect to the stager and be admitted; raises as `Connector.open`. Main thread.
-
-        `address` is `HOST:PORT`. `launch`, `incarnation` and `generation` identify the start of the job, as in `Start`;
-        `lead_attempt` is that of `Hello`. `connections` is the number of payload connections. `tls_ca` is the file of
-        trusted certificates for a stager with TLS; None for one without.
-        """
-        connector = Connector(
-            parse_address(address),
-            key,
-            rank=rank,
-            ranks=ranks,
-            start=JobStart(launch, incarnation, generation),
-            tls=None if tls_ca is None else RankTls(tls_ca),
-            lead_attempt=lead_attempt,
-        )
-        opened = connector.open(MESSAGES_CHANNEL, seconds_max=start_seconds_max)
-        return cls(connector, opened, connections=connections, reconnect_seconds_max=reconnect_seconds_max)
-
-    # -- messages ----------------------------------------------------------------------------------------------------
 
     def send(self, message: bytes) -> None:
         """As `StagerPort.send`; a cut connection loses no message."""
@@ -216,8 +177,6 @@ class TcpStagerPort:
         for sender in self._senders:
             sender.reconnect()
 
-    # -- payloads ----------------------------------------------------------------------------------------------------
-
     def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:  # noqa: ARG002
         """As `StagerPort.send_payload`. `pieces` is unused: the stager knows where each piece belongs."""
         self._raise_if_failed()
@@ -234,8 +193,6 @@ class TcpStagerPort:
         self._acknowledged.discard(handle)
         self._payloads_in_flight -= 1
         return True
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def disconnect(self, seconds_max: float, *, lost: bool = False) -> None:
         if self._has_disconnected:
@@ -275,3 +232,30 @@ class TcpStagerPort:
             self._sock.close()
             self._sock = None
         self._close_reopened()
+
+
+class StagerTarget(NamedTuple):
+    """A stager to connect to."""
+
+    address: str  # HOST:PORT
+    key: bytes | None  # None: that of a stager of this user on this machine
+    lead_attempt: int = 0  # as `Hello.lead_attempt`
+
+
+def connect_to_stager(
+    config: TrainerConfig, target: StagerTarget, *, rank: int, ranks: int, start: JobStart, seconds_max: float
+) -> TcpStagerPort:
+    """Connect to a stager and be admitted, with the settings of `config`; raises as `Connector.open`. Main thread."""
+    connector = Connector(
+        parse_address(target.address),
+        target.key,
+        rank=rank,
+        ranks=ranks,
+        start=start,
+        tls=None if config.tls_ca is None else RankTls(config.tls_ca),
+        lead_attempt=target.lead_attempt,
+    )
+    opened = connector.open(MESSAGES_CHANNEL, seconds_max=seconds_max)
+    return TcpStagerPort(
+        connector, opened, connections=config.connections, reconnect_seconds_max=config.reconnect_seconds_max
+    )

@@ -120,13 +120,9 @@ class Copier:
         self._thread.start()
 
     def wait(self) -> Reason | None:
-        """Wait until no copy is in flight; return the reason if the copy is stuck.
-
-        After an update at most one tensor is left to copy.
-        """
+        """Wait until no copy is in flight; return the reason if the copy is stuck."""
         job = self._job
-        stuck = job is not None and job is self._stuck
-        if self._idle.wait(0.0 if stuck else self._seconds_max):
+        if self._idle.wait(0.0 if job is not None and job is self._stuck else self._seconds_max):
             return None
         what = f"the copy of step {job.transfer.step}" if job is not None else "a copy"
         return DeclineCause.COPY_STUCK.because(f"{what} does not end")
@@ -228,9 +224,8 @@ class Copier:
         if job is None or job.abandoned.is_set():
             return
         reason = DeclineCause.COPY_STUCK.because(f"it did not end within {self._seconds_max:g} s")
-        self._stuck = job
+        self._stuck, step = job, job.transfer.step
         job.give_up(reason)
-        step = job.transfer.step
         _log.error(
             "rank %d waited %g s for its own copy thread to end the copy of step %d; the step is given up, and "
             "training continues. Check whether memory is being swapped or the device hangs",
@@ -243,8 +238,12 @@ class Copier:
     def _on_step_hook(self, optimizer: torch.optim.Optimizer) -> None:
         self.updates += 1
         self.on_update()
-        if (kind := accelerator.kind()) is not None:
-            self._note_stream(accelerator.module_of(kind).current_stream(), optimizer)
+        if accelerator.is_capturing():
+            self._hook_coverage.record_graph_capture(optimizer)
+        elif (kind := accelerator.kind()) is not None:
+            stream = accelerator.module_of(kind).current_stream()
+            if stream not in self.update_streams:
+                self.update_streams = [*self.update_streams[-1:], stream]
         self.compare_if_due()
         self._hook_coverage.record_hook(optimizer)
         job = self._job
@@ -255,12 +254,6 @@ class Copier:
         if self.gate.closed and (path := job.instant.find_changed()):
             self.withdraw(job, path)
 
-    def _note_stream(self, stream: Any, optimizer: torch.optim.Optimizer) -> None:
-        if accelerator.is_capturing():
-            self._hook_coverage.record_graph_capture(optimizer)
-        elif stream not in self.update_streams:
-            self.update_streams = [*self.update_streams[-1:], stream]
-
     def withdraw(self, job: CopyJob, path: str) -> None:
         """Withdraw a torn copy. Any thread."""
         if job.abandoned.is_set():
@@ -269,13 +262,8 @@ class Copier:
             f"{path} was changed after save({job.transfer.step}), before its copy was done, and not in a step of its "
             "optimizer"
         )
-        self._fail(
-            job,
-            DeclineCause.TORN.because(
-                f"{what}; the step is withdrawn. Call checkpointer.wait_copied() before such changes, or make them in "
-                "`with checkpointer.changing():`"
-            ),
-        )
+        way_out = "Call checkpointer.wait_copied() before such changes, or make them in `with checkpointer.changing():`"
+        self._fail(job, DeclineCause.TORN.because(f"{what}; the step is withdrawn. {way_out}"))
         self._copy_policy.distrust(what)
 
     # -- the thread ----------------------------------------------------------------------------------------------
@@ -306,19 +294,16 @@ class Copier:
 
     def _try_copy(self, job: CopyJob) -> bool:
         """Run one copy; return whether it was completed."""
-        step = job.transfer.step
         try:
             self._copy(job)
         except Outgrown as outgrown:
             self._fail(job, DeclineCause.OUTGROWN.because(outgrown))
         except SkippedBytesChanged as outdated:
-            self._fail(
-                job,
-                DeclineCause.TORN.because(
-                    f"{outdated.path} was the same at the saves before, and has changed at save({step}) in a way "
-                    "that torch does not count; the step is withdrawn, and from now on each save copies the tensor"
-                ),
+            what = (
+                f"{outdated.path} was the same at the saves before, and has changed at save({job.transfer.step}) in a "
+                "way that torch does not count; the step is withdrawn, and from now on each save copies the tensor"
             )
+            self._fail(job, DeclineCause.TORN.because(what))
         except Exception as error:  # noqa: BLE001 - the thread must not die: every later save() would wait for it
             self._fail(job, DeclineCause.COPY_FAILED.because(error))
             _log.debug("the copy failed", exc_info=True)
@@ -339,9 +324,8 @@ class Copier:
             record.copy_seconds = time.monotonic() - begun
             if job.instant is not None and not watch.unread:
                 self._copy_policy.record_copy(job.staging.nbytes, record.copy_seconds)
-            waited_seconds = self.gate.open()
-            record.gate_seconds = waited_seconds
-            record.cst_seconds = (record.save_seconds or 0.0) + waited_seconds
+            record.gate_seconds = self.gate.open()
+            record.cst_seconds = (record.save_seconds or 0.0) + record.gate_seconds
 
         if job.device is not None and job.device != self._thread_device:
             bind_thread_to_device(job.device)
@@ -389,7 +373,7 @@ class Copier:
 
 
 class _BatchChecker:
-    """Checks each batch of one copy, before its tensors are released and before its frames are sent. Copy thread."""
+    """Checks each batch of one copy, before it is released and sent. Copy thread."""
 
     def __init__(self, copier: Copier, job: CopyJob, batches: int) -> None:
         self._copier, self._job = copier, job

@@ -123,7 +123,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Route:
-    """The order of one copy behind the gate: batches in host memory, and on a device."""
+    """The order of one copy behind the gate."""
 
     host: tuple[Batch, ...]
     device: tuple[Batch, ...]
@@ -148,10 +148,8 @@ class Router:
     def route(
         self, sources: Sources, update_order: Callable[[], Mapping[int, int]], *, order_changed: bool
     ) -> Route:
-        """Return the route for these sources.
-
-        `update_order`: Returns the place of each storage, by its address, in the order of updates. `order_changed`:
-        Whether that order may differ from the last save's.
+        """Return the route. `update_order`: Returns the place of each storage, by its address, in the order of updates.
+        `order_changed`: Whether that order may differ from the last save's.
         """
         places = [*map(_place, map(sources.__getitem__, self._entries))]
         moved = self._route is None or places != self._places
@@ -172,10 +170,7 @@ def batches(
     pieces_max: int = _BATCH_PIECES_MAX,
     bytes_max: int = BATCH_BYTES_MAX,
 ) -> tuple[Batch, ...]:
-    """Cut pieces into batches, in their order. A batch has at most `bytes_max`, unless it is a single piece.
-
-    The pieces are all in host memory, or all on a device.
-    """
+    """Cut pieces, all in host memory or all on a device, into batches of at most `bytes_max`, or of a single piece."""
     groups: list[list[CopyPiece]] = []
     nbytes = 0
     for piece in pieces:

@@ -42,10 +42,7 @@ _SPARE_SHARE = 10  # a tenth of the device's memory is left free
 
 
 class MirrorRoom:
-    """Decides whether mirrors fit on one device. Training thread.
-
-    `limit_bytes`: Most bytes of a mirror, from the first save on; None: as much as is measured to be spare.
-    """
+    """Decides whether mirrors of `limit_bytes` at most (None: of the spare memory) fit on a device. Training thread."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
@@ -113,16 +110,13 @@ class MirrorRoom:
         if fits is not self._last_logged:
             self._last_logged = fits
             if fits:
-                _log.info(
-                    "checkpoints are copied on the device first, %d bytes: updates wait for nothing", nbytes
-                )
+                what = f"checkpoints are copied on the device first, {nbytes} bytes: updates wait for nothing"
             else:
-                _log.info(
-                    "no room on the device for a copy of %d bytes, only %d are spare: updates wait for the copy to the "
-                    "host",
-                    nbytes,
-                    room,
+                what = (
+                    f"no room on the device for a copy of {nbytes} bytes, only {room} are spare: updates wait for the "
+                    "copy to the host"
                 )
+            _log.info("%s", what)
         return fits
 
 
@@ -194,10 +188,8 @@ _KEPT_MAX = 8  # of each cache; areas differ in the tensors that they leave out
 
 
 class DeviceCopy:
-    """Copies from one device into staging areas.
-
-    `mirror` and `capture` belong to the training thread and allocate all device memory; `copy_mirror` and `copy` belong
-    to the copy thread and free it; `free_memory` belongs to either. They never overlap: a save waits for the previous
+    """Copies from one device into staging areas. `mirror` and `capture` belong to the training thread and allocate all
+    device memory, the other methods to the copy thread and free it. They never overlap: a save waits for the previous
     copy.
     """
 
@@ -240,10 +232,9 @@ class DeviceCopy:
     def capture(
         self, now: Sequence[Batch], slice_: SliceSources, area: torch.Tensor, *, gated: Sequence[Batch] = ()
     ) -> Callable[[], None]:
-        """Queue copies of `now` into `area` on the current stream; work that is queued there later runs after them.
+        """Queue copies of `now` into `area` on the current stream; return a function that waits until they have landed.
 
-        `gated`: The batches that `copy` will copy; memory for their parcels is reserved now. Returns a function that
-        waits until the copies have landed. At most one capture is in flight.
+        `gated`: The batches that `copy` will copy; memory for their parcels is reserved now.
         """
         if gated:
             live = self._live_gated(gated, slice_)

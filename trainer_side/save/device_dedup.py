@@ -72,7 +72,7 @@ class HashHistory:
 
 
 class _PendingHashes(NamedTuple):
-    """An entry whose hashes are on their way to the host; `hash_count` is their number."""
+    """An entry whose hashes are on their way to the host."""
 
     entry: int
     place: Place
@@ -91,20 +91,16 @@ class DeviceDedup:
     def __init__(
         self, pieces: Iterable[CopyPiece], layout: Layout, seen: dict[tuple[str, int, int], HashHistory]
     ) -> None:
-        begins: dict[int, int] = {}
-        ends: dict[int, int] = {}
-        sizes: dict[int, int] = {}
+        by_entry: dict[int, list[CopyPiece]] = {}
         for piece in pieces:
-            end = piece.entry_offset + piece.nbytes
-            begins[piece.entry] = min(piece.entry_offset, begins.get(piece.entry, piece.entry_offset))
-            ends[piece.entry] = max(end, ends.get(piece.entry, 0))
-            sizes[piece.entry] = piece.nbytes + sizes.get(piece.entry, 0)
-        # Entries whose parts lie apart are always copied.
-        self._ranges = {
-            entry: (begins[entry], ends[entry])
-            for entry, nbytes in sizes.items()
-            if nbytes >= _NBYTES_MIN and ends[entry] - begins[entry] == nbytes
-        }
+            by_entry.setdefault(piece.entry, []).append(piece)
+        self._ranges: dict[int, tuple[int, int]] = {}
+        for entry, mine in by_entry.items():
+            begin = min(piece.entry_offset for piece in mine)
+            end = max(piece.entry_offset + piece.nbytes for piece in mine)
+            # Entries whose parts lie apart are always copied.
+            if _NBYTES_MIN <= end - begin == sum(piece.nbytes for piece in mine):
+                self._ranges[entry] = begin, end
         self._paths = {tensor.entry: tensor.path for tensor in layout.tensors if tensor.entry in self._ranges}
         self._tensor_entries: Sequence[int] = ()
         self._tensors: list[int] = []  # indices of the tensors that may be left out
@@ -127,9 +123,8 @@ class DeviceDedup:
         return counted
 
     def find_unchanged(self, sources: Sources, versions: Mapping[int, int]) -> frozenset[int]:
-        """Queue the hashes on the current stream; returns the entries that need not be copied into the area.
-
-        `versions`: Result of `versions`; entries that are missing in it are copied.
+        """Queue the hashes on the current stream; return the entries that need not be copied into the area. `versions`:
+        Result of `versions`; entries that are missing in it are copied.
         """
         self._pending, self._hashes = [], None
         spared: set[int] = set()
@@ -167,9 +162,8 @@ class DeviceDedup:
         return frozenset(spared)
 
     def verify(self) -> None:
-        """Wait for the hashes and check them. Called when the copy has landed and before any byte of it is used.
-
-        SkippedBytesChanged: a tensor that was left out has changed.
+        """Check the hashes when the copy has landed, before any byte of it is used. SkippedBytesChanged: a tensor that
+        was left out has changed.
         """
         looked, arriving = self._pending, self._hashes
         self._pending, self._hashes = [], None
@@ -217,10 +211,7 @@ def _factors(device: torch.device) -> _Factors:
 
 
 def _hashes(memory: torch.Tensor) -> list[torch.Tensor]:
-    """A hash of each part of the bytes: one number of 64 bits, on the device.
-
-    OutOfMemoryError: there is no room for the products of a part.
-    """
+    """A hash of 64 bits of each part, on the device. OutOfMemoryError: there is no room for the products of a part."""
     factors = _factors(memory.device)
     hashes = []
     for begin in range(0, memory.numel(), _PART_BYTES):

@@ -38,9 +38,7 @@ Span = Callable[[int, int], torch.Tensor | None]  # bytes of the device, from an
 
 
 class _Plan(NamedTuple):
-    """The sampled rows of some tensors. Each array has one value per tensor: its rows in the table, and the rest after
-    its last whole row.
-    """
+    """The sampled rows of some tensors, and the rest after each one's last whole row: one value per tensor."""
 
     strides: _Numbers  # distance between sampled rows
     rows: _Numbers  # the most rows that are sampled
@@ -105,11 +103,9 @@ class DeviceSamples:
             self._plan = self._lay_out(*np.array(places, np.int64).T) if places else None
         if self._plan is None:
             return None
-        firsts = torch.empty(
-            len(self._groups), dtype=torch.int64, device="cpu", pin_memory=self._device.type != "cpu"
-        )
-        drawn = [min(first_row(step, strides), last) * ROW_BYTES for strides, last in self._groups]
-        firsts.numpy()[:] = drawn
+        pinned = self._device.type != "cpu"
+        firsts = torch.empty(len(self._groups), dtype=torch.int64, device="cpu", pin_memory=pinned)
+        firsts.numpy()[:] = [min(first_row(step, one), last) * ROW_BYTES for one, last in self._groups]
         index = firsts.to(self._device, non_blocking=True).index_select(0, self._group)
         rows = self._rows.index_select(0, index.add_(self._index))
         return DeviceRows([source.entry for source in filled], self._plan, step, *copy_to_host(rows))
@@ -204,9 +200,8 @@ class Fingerprints:
         self._deferred: list[int] = []
 
     def sample_now(self, sources: Sources, *, also_gated: bool = False) -> None:
-        """Sample the tensors that may change once `save()` has returned, and all on a device. Training thread.
-
-        With `also_gated` all tensors may change.
+        """Sample the tensors that may change once `save()` has returned (all of them with `also_gated`), and all on a
+        device. Training thread.
         """
         held_back = [not also_gated and self._gated[entry] for entry in self._watched]
         if accelerator.kind() is not None:
@@ -231,9 +226,7 @@ class Fingerprints:
     def digest(self) -> str:
         """Return a digest of those that are the same on every rank, without split entries. Copy thread, as `text`."""
         self._collect()
-        same = (
-            [entry for entry in self._watched if entry not in self._shared] if self._shared else self._watched
-        )
+        same = [entry for entry in self._watched if entry not in self._shared]
         return digest(encode([*map(self._crcs.__getitem__, same)]))
 
     def _sample(self, entries: Sequence[int], sources: Sources) -> None:

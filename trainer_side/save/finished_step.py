@@ -10,7 +10,6 @@ anywhere in a step. Without a watch for notices no step is noted.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import torch
 
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import is_split, local_of
+from trainer_side.state.tree import children, with_changes
 
 _NOTE_SECONDS_MAX = 5e-3  # a value that takes longer at `_SLOW_STEPS` steps in a row is not noted again
 _SLOW_STEPS = 10
@@ -49,16 +49,13 @@ class _FrozenStateful:
 
 
 class FinishedStep:
-    """The last finished step. Training thread.
-
-    `restore_values` changes `state`. `updates` counts steps of optimizers.
-    """
+    """The last finished step. Training thread. `updates` counts steps of optimizers."""
 
     def __init__(self, state: MutableMapping[str, Any], updates: Callable[[], int]) -> None:
         self._state, self._updates = state, updates
         self._snapshot: _StepSnapshot | None = None
         self._tensors: list[tuple[str, torch.Tensor]] = []
-        self._steps_to_relisting = 0  # steps
+        self._steps_to_relisting = 0
         self._slow: dict[str, int] = {}
 
     @property
@@ -73,10 +70,8 @@ class FinishedStep:
         values: dict[str, Any] = {}
         skipped: dict[str, str] = {}
         for name, value in self._state.items():
-            if _is_small(value):
-                why = self._note_value(name, value, values)
-                if why:
-                    skipped[name] = why
+            if _is_small(value) and (why := self._note_value(name, value, values)):
+                skipped[name] = why
         versions = [_version(tensor) for _, tensor in self._tensors]
         self._snapshot = _StepSnapshot(step, self._updates(), versions, values, skipped)
 
@@ -103,9 +98,7 @@ class FinishedStep:
         assert self._snapshot is not None
         for name, tree in self._snapshot.values.items():
             value = self._state[name]
-            found = _map_leaves(
-                tree, lambda leaf: leaf.tensor if isinstance(leaf, _VersionedTensor) else leaf
-            )
+            found = _map_leaves(tree, _without_version)
             if isinstance(value, PerRank):
                 self._state[name] = PerRank(_FrozenStateful(found), same_ranks=value.same_ranks)
             else:
@@ -118,7 +111,8 @@ class FinishedStep:
         begun = time.perf_counter()
         try:
             inner = value.value if isinstance(value, PerRank) else value
-            values[name] = _copy_with_versions(inner.state_dict() if hasattr(inner, "state_dict") else inner)
+            tree = inner.state_dict() if hasattr(inner, "state_dict") else inner
+            values[name] = _map_leaves(tree, _with_version)
         except Exception as error:  # noqa: BLE001 - the script's own code; a save says what is wrong with it
             return f"its state_dict() raised {type(error).__name__}: {error}"
         took = time.perf_counter() - begun
@@ -154,36 +148,23 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else local_of(tensor)._version
 
 
-def _copy_with_versions(tree: Any) -> Any:
-    """Copy the tree's containers, and pair each tensor with its version counter."""
-    return _map_leaves(
-        tree, lambda leaf: _VersionedTensor(leaf, _version(leaf)) if isinstance(leaf, torch.Tensor) else leaf
-    )
+def _with_version(leaf: Any) -> Any:
+    return _VersionedTensor(leaf, _version(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _without_version(leaf: Any) -> Any:
+    return leaf.tensor if isinstance(leaf, _VersionedTensor) else leaf
 
 
 def _map_leaves(tree: Any, of_leaf: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, dict):
-        return _dict_like(tree, {key: _map_leaves(value, of_leaf) for key, value in tree.items()})
-    if type(tree) in (list, tuple):
-        return type(tree)(_map_leaves(value, of_leaf) for value in tree)
+    if isinstance(tree, dict) or type(tree) in (list, tuple):
+        return with_changes(tree, {key: _map_leaves(value, of_leaf) for key, value in children(tree)})
     return of_leaf(tree)
-
-
-def _dict_like(tree: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
-    """A dictionary of the same class, with other values."""
-    if type(tree) is dict:
-        return values
-    found = copy.copy(tree)
-    found.update(values)
-    return found
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, _VersionedTensor]]:
     if isinstance(tree, _VersionedTensor):
         yield path, tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _leaves(value, f"{path}/{key}" if path else str(key))
-    elif type(tree) in (list, tuple):
-        for key, value in enumerate(tree):
-            yield from _leaves(value, f"{path}/{key}")
+        return
+    for key, value in children(tree):
+        yield from _leaves(value, f"{path}/{key}" if path else str(key))

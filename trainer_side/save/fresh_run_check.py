@@ -27,7 +27,7 @@ _NAMED = 3
 
 
 class FreshRunCheck:
-    """Refuses to restart a run by accident. Training thread. A tier may take `seconds_max` to list its checkpoints."""
+    """Refuses to restart a run by accident. Training thread. `seconds_max`: For a tier to list its checkpoints."""
 
     def __init__(self, *, fresh: bool, seconds_max: float) -> None:
         self._fresh, self._seconds_max = fresh, seconds_max
@@ -50,9 +50,8 @@ class FreshRunCheck:
     def refusal(
         self, store_url: str, tiers: Sequence[Tier], *, with_store: bool = True
     ) -> HoldfastError | None:
-        """Return why the first save must be refused; None if it may proceed. Each rank asks once and tells the others.
-
-        Each rank looks into its own tiers, since those of another may have been emptied; one rank also lists the store.
+        """Return why the first save must be refused; None if it may proceed. Each rank asks once and tells the others:
+        its own tiers may have checkpoints where another's were emptied. One rank also lists the store.
         """
         if self.is_decided:
             return None

@@ -119,10 +119,7 @@ class Gate:
             self._wait(lambda: not self.closed)
 
     def update_order(self) -> dict[int, int]:
-        """Return each storage's place in the order of the last updates, by address. The gate is closed.
-
-        A copy in this order has usually released the first layer when the next update begins.
-        """
+        """Return each storage's place in the order of the last updates, by address. The gate is closed."""
         self.order_changed = False
         order: dict[int, int] = {}
         for optimizer in self._update_order:
@@ -212,8 +209,6 @@ def storage_address(tensor: torch.Tensor) -> int:
 def _storages(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[int]:
     """Yield the addresses of the storages that a step of this parameter changes: its own and its state's."""
     yield storage_address(parameter)
-    state = optimizer.state.get(parameter)
-    if state:
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield storage_address(value)
+    for value in optimizer.state.get(parameter, {}).values():
+        if isinstance(value, torch.Tensor):
+            yield storage_address(value)

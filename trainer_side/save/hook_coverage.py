@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -54,9 +54,8 @@ class HookCoverage:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._clean_counts: dict[
-            int, int
-        ] = {}  # optimizer → after how many saves its hook came before any change
+        # Optimizer → after how many saves its hook came before any change.
+        self._clean_counts: dict[int, int] = {}
         self._graph_captured: set[int] = set()  # optimizers whose step is part of a graph
         self._clean_needed = 1
         self._proven_for: TearCheck | None = None  # the plan for which coverage is proven
@@ -120,26 +119,19 @@ class HookCoverage:
             _log.warning(
                 "%s was changed after save(%d), and %s: code that changes parameters outside of the step of their "
                 "optimizer does not wait for the copy. From now on save() returns only when its copy is done. To be "
-                "faster, call "
-                "checkpointer.wait_copied() before such changes, or make them in `with checkpointer.changing():`",
+                "faster, call checkpointer.wait_copied() before such changes, or make them in "
+                "`with checkpointer.changing():`",
                 path,
                 step,
                 how,
             )
 
     def _is_proven(self, instant: SavedInstant) -> bool:
-        open_ones = [
-            one
-            for one in self._optimizers
-            if id(one) in self._graph_captured or self._clean_counts.get(id(one), 0) < self._clean_needed
-        ]
-        if not open_ones:
+        clean = {one for one, times in self._clean_counts.items() if times >= self._clean_needed}
+        proven = [one for one in self._optimizers if id(one) in clean - self._graph_captured]
+        if len(proven) == len(self._optimizers):
             return True
-        needed = set(instant.storages())
-        for optimizer in self._optimizers:
-            if not any(optimizer is other for other in open_ones):
-                needed -= _storages_of(optimizer)
-        return not needed
+        return not set(instant.storages()).difference(*map(_storages_of, proven))
 
 
 def _storages_of(optimizer: Optimizer) -> set[int]:
@@ -152,19 +144,9 @@ _COMPARED_EVERY = 50  # saves, on average
 _RATES_KEPT = 8
 
 
-class _PendingComparison(NamedTuple):
-    """A save with a finished copy, to be compared with the live tensors before anything may change them."""
-
-    instant: SavedInstant
-    area: Staging
-    is_complete: Callable[[], bool]
-
-
 class CopyPolicy:
-    """Decides whether a copy may outlast `save()`: watches for changes of live tensors that no hook announces.
-
-    Training thread, unless a method says otherwise. `send_doubt` sends a doubt to all ranks, and is called in any
-    thread.
+    """Decides whether a copy may outlast `save()`: watches for changes of live tensors that no hook announces. Training
+    thread, unless a method says otherwise. `send_doubt` sends a doubt to all ranks; called in any thread.
     """
 
     def __init__(
@@ -184,7 +166,8 @@ class CopyPolicy:
         # First and last step copied behind the gate since the last good comparison.
         self._unverified_steps: tuple[int, int] | None = None
         self._rates: deque[float] = deque(maxlen=_RATES_KEPT)  # seconds for each byte of the slice
-        self._pending_comparison: _PendingComparison | None = None
+        # To compare with the live tensors before anything may change them: a save, its copy, and whether that is whole.
+        self._pending_comparison: tuple[SavedInstant, Staging, Callable[[], bool]] | None = None
 
     @staticmethod
     def is_sampled(step: int) -> bool:
@@ -197,10 +180,8 @@ class CopyPolicy:
             self._rates.append(seconds / max(1, nbytes))
 
     def must_copy_inside(self, nbytes: int, *, on_device: bool) -> bool:
-        """Whether `save()` waits for a copy of `nbytes`, regardless of the hooks.
-
-        `on_device`: Whether some of the live tensors are on a device. Their copy runs after all work queued there, so
-        `save()` would wait for that work, however quick the copy is.
+        """Whether `save()` waits for a copy of `nbytes`, regardless of the hooks. `on_device`: Some live tensors are on
+        a device, whose copy runs after all work queued there, so `save()` would wait long however quick the copy is.
         """
         with self._guard:
             if self._mode == "inside" or self._distrusted:
@@ -213,17 +194,15 @@ class CopyPolicy:
         """Leave the copy of this step behind the gate; return False if trust was lost meanwhile."""
         with self._guard:
             if not self._distrusted:
-                self._unverified_steps = (
-                    step if self._unverified_steps is None else self._unverified_steps[0],
-                    step,
-                )
+                first = step if self._unverified_steps is None else self._unverified_steps[0]
+                self._unverified_steps = first, step
             return not self._distrusted
 
     def schedule_comparison(
         self, instant: SavedInstant, area: Staging, is_complete: Callable[[], bool]
     ) -> None:
         """Schedule a comparison of this instant with its copy, provided that the copy is whole."""
-        self._pending_comparison = _PendingComparison(instant, area, is_complete)
+        self._pending_comparison = instant, area, is_complete
 
     @property
     def has_pending_comparison(self) -> bool:
@@ -236,18 +215,19 @@ class CopyPolicy:
     def compare(self) -> bool:
         """Run the scheduled comparison; return whether all bytes are equal, except for changes that torch has counted.
 
-        Called before the first update after a save, or before the next save; no copy is in flight. The area still holds
-        the copy: only a later save reuses it.
+        No copy is in flight. The area still holds the copy: only a later save reuses it.
         """
         awaited, self._pending_comparison = self._pending_comparison, None
-        if awaited is None or not awaited.is_complete():
+        if awaited is None:
             return False
-        begun, step = time.monotonic(), awaited.instant.step
-        path = awaited.instant.find_uncounted_change(awaited.area.memory)
+        instant, area, is_complete = awaited
+        if not is_complete():
+            return False
+        begun = time.monotonic()
+        path, step = instant.find_uncounted_change(area.memory), instant.step
         seconds = time.monotonic() - begun
         self._ledger.record_comparison(seconds)
-        told = {"seconds": seconds, "nbytes": awaited.area.nbytes, "changed": path}
-        self._events.emit("compared", told, step=step)
+        self._events.emit("compared", {"seconds": seconds, "nbytes": area.nbytes, "changed": path}, step=step)
         if not path:
             with self._guard:
                 self._unverified_steps = None

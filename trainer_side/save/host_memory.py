@@ -37,9 +37,8 @@ _CAUSES = {
 
 
 def locked_buffer(nbytes: int) -> torch.Tensor:
-    """Return a `huge_buffer` locked for the device of this rank; freed with the last tensor over it.
-
-    A forked child does not get it: the kernel would copy all of it there, as it does with pages that a device uses.
+    """Return a `huge_buffer` locked for the device of this rank; freed with the last tensor over it. A forked child
+    does not get it: the kernel would copy all of it there, as it does with pages that a device uses.
     """
     memory = huge_buffer(nbytes, exclude_from_fork=True)
     _lock(memory, "host memory for checkpoints")
@@ -69,9 +68,8 @@ def _lock(memory: torch.Tensor, what: str) -> None:
 
 
 def lock(memory: torch.Tensor) -> str | None:
-    """Lock memory in place for the device of this rank, until the tensor is gone.
-
-    Returns why that was refused, and what to do; None: it is locked, or torch has no runtime that locks.
+    """Lock memory in place for the device of this rank, until the tensor is gone; return why that was refused, and what
+    to do. None: it is locked, or torch has no runtime that locks.
     """
     runtime, device = device_runtime(), own_device()
     if runtime is None:

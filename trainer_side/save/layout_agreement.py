@@ -37,7 +37,7 @@ class LayoutAgreement:
         self._reported: set[str] = set()
         self._has_warned_staged = False
         self._names: dict[str, list[list[str]]] = {}
-        self._agreed_table: TensorTable | None = None  # the agreed table
+        self._agreed_table: TensorTable | None = None
         self._step = -1
         self.sum_seconds = 0.0  # of the checksums when the ranks last agreed
 
@@ -46,16 +46,12 @@ class LayoutAgreement:
         if self._context.fresh_run.is_decided:
             return
         url, tiers = self._context.link.job.store_url, self._context.tiers.tiers
-        error = self._context.fresh_run.refusal(url, tiers, with_store=self._rank == 0)
-        if error is not None:
+        if error := self._context.fresh_run.refusal(url, tiers, with_store=self._rank == 0):
             self._send_refusal(error)
             raise error
 
     def collect(self) -> Any:
-        """Collect the state for an agreement; if some `state_dict()` fails on this rank, tell the other ranks.
-
-        StateError: it failed here, or on another rank.
-        """
+        """Collect the state for an agreement. StateError: a `state_dict()` failed, here or on another rank."""
         try:
             self._user_state.refresh()
             return collect(self._state)
@@ -151,14 +147,14 @@ class LayoutAgreement:
         if not news or self._rank != 0:
             return
         self._events.emit("rank0_only", {"tensors": news})
-        if statistics := [path for path in news if is_statistic(path)]:
+        if statistics := format_tensors([path for path in news if is_statistic(path)]):
             _log.info(
                 "running statistics of BatchNorm differ between the ranks, which is normal; rank 0's are saved: %s",
-                format_tensors(statistics),
+                statistics,
             )
-        if others := [path for path in news if not is_statistic(path)]:
+        if others := format_tensors([path for path in news if not is_statistic(path)]):
             _log.warning(
                 "only rank 0's value of %s is saved, and other ranks have another value there; if each rank must keep "
                 "its own (a random number generator, for example), wrap it in PerRank(...)",
-                format_tensors(others),
+                others,
             )

@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.telemetry.events import EventLog
 from trainer_side.save.optimizer_steps import OptimizerSteps
-from trainer_side.state.optimizer_places import module_parameters
+from trainer_side.state.optimizer_places import module_parameters, parameters_of, reachable
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import children, containers, tensor_paths, with_inner_optimizers
+from trainer_side.state.tree import containers, tensor_paths, unwrap_per_rank, with_inner_optimizers
 
 _SAMPLE_BYTES = 64  # at each end of a tensor
 
@@ -47,10 +47,9 @@ class RestoredTensors:
         }
 
     def describe_strays(self) -> list[str]:
-        """Return one sentence for each restored parameter that is no longer in the state.
-
-        Call it before the first step after `remember`: a parameter recreated from the restored one is recognised by its
-        bytes. Parameters on a device, and those that have become DTensors, are not read.
+        """Return one sentence for each restored parameter that is no longer in the state, before the first step after
+        `remember`. A parameter recreated from the restored one is recognised by its bytes, unless it is on a device or
+        has become a DTensor.
         """
         now = dict(module_parameters(self._state))
         path_of = {id(tensor): path for path, tensor in reversed([*now.items()])}
@@ -65,17 +64,14 @@ class RestoredTensors:
                 said.append(f"{path} is no longer part of the state")
             elif local_of(current) is not current or (filled.sample and _sample(current) == filled.sample):
                 continue
-            elif path_of[id(current)] != path or self._was_restored(current):
-                filled_paths = (other for other, one in self._parameters.items() if one.tensor() is current)
-                first = next(filled_paths, path_of[id(current)])
-                said.append(f"{path} is now the same tensor as {first}")
             else:
-                said.append(f"{path} is another tensor now, with the script's own values")
+                restored = (other for other, one in self._parameters.items() if one.tensor() is current)
+                if (first := next(restored, path_of[id(current)])) != path:
+                    said.append(f"{path} is now the same tensor as {first}")
+                else:
+                    said.append(f"{path} is another tensor now, with the script's own values")
         self._parameters.clear()
         return said
-
-    def _was_restored(self, tensor: torch.Tensor) -> bool:
-        return any(filled.tensor() is tensor for filled in self._parameters.values())
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
@@ -93,8 +89,6 @@ def _sample(tensor: torch.Tensor) -> bytes:
 _log = logging.getLogger("holdfast.trainer")
 
 _LOOKS = 2  # inspected saves of each layout
-_DEPTH_MAX = 4  # of attributes of a script's own object
-_OBJECTS_MAX = 2000
 _OF_SCHEDULERS = {"last_epoch", "_last_lr", "base_lrs"}  # keys in the state of torch's schedulers
 _T = TypeVar("_T")
 
@@ -174,9 +168,8 @@ class LeftOutCheck:
         if not unused:
             return
         self._unused_gradients += 1
-        if self._unused_gradients == 1 and any(
-            _reachable(value, torch.amp.GradScaler) for value in self._state.values()
-        ):
+        objects = reachable(unwrap_per_rank(self._state))
+        if self._unused_gradients == 1 and any(isinstance(one, torch.amp.GradScaler) for one in objects):
             return  # the scaler may have skipped this step, which it does not do at each save
         optimizer, (group, place) = unused[0]
         yield (
@@ -253,17 +246,14 @@ def _diverged_wrapper_groups(state: Mapping[str, Any]) -> Iterator[str]:
         groups = _groups(value)
         if groups is None:
             continue
-        inner = (
-            with_inner_optimizers([value])[1:]
-            if isinstance(value, Optimizer)
-            else _reachable(value, Optimizer)
-        )
-        for one in inner:
+        for one in _reachable(value, Optimizer):
             theirs = one.param_groups
             if theirs is groups or len(theirs) != len(groups):
                 continue
             pairs = [*zip(groups, theirs, strict=True)]
-            same_parameters = all(_ids(a.get("params", ())) == _ids(b["params"]) for a, b in pairs)
+            same_parameters = all(
+                [*map(id, a.get("params", ()))] == [*map(id, b["params"])] for a, b in pairs
+            )
             if same_parameters and any(a is not b for a, b in pairs):
                 yield (
                     f"{name}: param_groups of {type(value).__name__} and of the {type(one).__name__} inside it are two "
@@ -320,22 +310,13 @@ def _frozen_with_moments(state: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-# -- helpers -----------------------------------------------------------------------------------------------------------
-
-
 def _optimizers(state: Mapping[str, Any]) -> Iterator[tuple[Optimizer, str]]:
     """The optimizers that the state saves, those that they wrap, and those inside of the script's own objects."""
     for name, value in state.items():
-        if isinstance(value, Optimizer):
-            found = with_inner_optimizers([value])
-        elif isinstance(value, torch.nn.Module | torch.Tensor | LRScheduler | PerRank):
-            continue
-        else:
-            found = (
-                with_inner_optimizers(_reachable(value, Optimizer)) if hasattr(value, "state_dict") else []
-            )
-        for optimizer in found:
-            yield optimizer, name
+        has_none = isinstance(value, torch.nn.Module | torch.Tensor | LRScheduler | PerRank)
+        if hasattr(value, "state_dict") and not has_none:
+            for optimizer in with_inner_optimizers(_reachable(value, Optimizer)):
+                yield optimizer, name
 
 
 def _trained(optimizer: Optimizer) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -356,8 +337,7 @@ def _moments(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _share_parameters(one: Optimizer, other: Optimizer) -> bool:
-    mine = {id(parameter) for _, _, parameter in _all_parameters(one)}
-    return any(id(parameter) in mine for _, _, parameter in _all_parameters(other))
+    return not {*map(id, parameters_of(one))}.isdisjoint(map(id, parameters_of(other)))
 
 
 def _parameter_name(optimizer: Optimizer, group: int, place: int) -> str:
@@ -371,10 +351,6 @@ def _parameter_name(optimizer: Optimizer, group: int, place: int) -> str:
 def _groups(value: Any) -> list[dict[str, Any]] | None:
     groups = getattr(value, "param_groups", None)
     return groups if isinstance(groups, list) and all(isinstance(one, dict) for one in groups) else None
-
-
-def _ids(parameters: Iterable[Any]) -> list[int]:
-    return [*map(id, parameters)]
 
 
 def _inner_tree(value: Any) -> Any:
@@ -397,24 +373,4 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _reachable(value: Any, kind: type[_T]) -> list[_T]:
     """The objects of a kind among the attributes of an object, and in its lists, tuples and dictionaries."""
-    found: list[_T] = []
-    seen: set[int] = set()
-    pending: list[tuple[Any, int]] = [(value, 0)]
-    while pending and len(seen) < _OBJECTS_MAX:
-        one, depth = pending.pop(0)
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, kind):
-            found.append(one)
-            continue
-        if depth >= _DEPTH_MAX or isinstance(one, torch.nn.Module | torch.Tensor | type):
-            continue
-        if isinstance(one, dict | list | tuple):
-            inside: Iterable[Any] = [child for _, child in children(one)]
-        else:
-            inside = getattr(one, "__dict__", {}).values()
-        pending += [
-            (child, depth + 1) for child in inside if not isinstance(child, str | int | float | bytes)
-        ]
-    return found
+    return [one for one in reachable({"": value}) if isinstance(one, kind)]

@@ -50,10 +50,8 @@ class OptimizerSteps:
         return list(self._stepped)
 
     def unused_gradient(self, optimizer: Optimizer) -> tuple[int, int] | None:
-        """Find a gradient that no step has used; return the numbers of its group and parameter.
-
-        A gradient on a device counts only if it is another tensor than at the last step: reading its value would wait
-        for the device.
+        """Find a gradient that no step has used; return the numbers of its group and parameter. One on a device counts
+        only if it is another tensor than at the last step: reading its value would wait for the device.
         """
         for number, place, parameter, gradient in _first_gradients(optimizer):
             if self._is_unused(parameter, gradient):

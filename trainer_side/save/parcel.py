@@ -17,6 +17,7 @@ Views of the parcel's memory and of the live tensors are made once, and reused a
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -53,9 +54,8 @@ class LiveTensors:
         self._wide: dict[torch.dtype, torch.Tensor] = {}
 
     def view(self, address: int, piece: CopyPiece, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """View `nbytes` from the begin of a piece on as elements of `dtype`, which divides address and size.
-
-        `nbytes` may include the next pieces of the same tensor.
+        """View `nbytes` from the begin of a piece on, perhaps of the next pieces of the same tensor as well, as
+        elements of `dtype`, which divides address and size.
         """
         if self._all is None:
             assert self._sources is not None
@@ -112,10 +112,7 @@ def packed_bytes(runs: Sequence[Run]) -> int:
 
 
 def spans(runs: Iterable[Run]) -> Iterator[tuple[Run, CopyPiece, int]]:
-    """Yield run, first piece and bytes of each span: pieces that are adjacent in the tensor and in the area.
-
-    A large tensor has a piece for each chunk of the image.
-    """
+    """Yield run, first piece and bytes of each span: pieces that are adjacent in the tensor and in the area."""
     for run in runs:
         first, nbytes = run.pieces[0], 0
         for piece in run.pieces:
@@ -158,10 +155,7 @@ class Packing:
         self._large: list[_LargeCopy] = []
 
     def add(self, runs: Iterable[Run], memory: torch.Tensor, live: LiveTensors, sources: Sources) -> None:
-        """Add the pieces of one parcel.
-
-        `memory`: The parcel's bytes, allocated now; their storage may be emptied and filled again later.
-        """
+        """Add the pieces of one parcel. `memory`: Its bytes; their storage may be emptied and filled again later."""
         wide = {width: memory.view(dtype) for width, dtype in _WIDTHS.items()}
         for run, first, nbytes in spans(runs):
             at, address = run.start + first.offset - run.begin, address_of(sources, first)
@@ -193,7 +187,7 @@ class Parcel:
         holes = [
             (before.offset + before.nbytes, after.offset)
             for run in runs
-            for before, after in zip(run.pieces, run.pieces[1:], strict=False)
+            for before, after in itertools.pairwise(run.pieces)
             if before.offset + before.nbytes < after.offset
         ]
         # One call for all holes: a call for each would compete with the training for the GIL.
@@ -233,10 +227,7 @@ class BatchTransfer:
 
 
 class LiveBatches:
-    """Batches of live tensors, and device memory in which each is packed before it crosses.
-
-    `slots`: How many batches are in flight at once.
-    """
+    """Batches of live tensors, and device memory in which each is packed before it crosses; `slots` cross at once."""
 
     def __init__(self, of: Sequence[Batch], slice_: SliceSources, slots: int) -> None:
         self.batches, self._count = of, slots

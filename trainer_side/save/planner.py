@@ -52,10 +52,8 @@ class SavePlan:
 
 
 class Planner:
-    """Makes and reuses the plan of this rank. Training thread.
-
-    The tiers' council negotiates it with the other ranks. With local tiers the ranks agree among themselves, in the
-    same way before and after the stager is lost.
+    """Makes and reuses the plan of this rank. Training thread. The tiers' council negotiates it with the other ranks;
+    with local tiers the ranks agree among themselves, in the same way before and after the stager is lost.
     """
 
     def __init__(
@@ -150,11 +148,8 @@ class Planner:
             return self._renew(tree)
         try:
             planned = self._renew(tree)
-        except Outgrown:
-            self._tiers.council.confirm_ready(None)
-            raise
         except HoldfastError as error:
-            self._tiers.council.confirm_ready(error)
+            self._tiers.council.confirm_ready(None if isinstance(error, Outgrown) else error)
             raise
         self._tiers.council.confirm_ready(None)
         return planned
@@ -187,21 +182,18 @@ class Planner:
         pinned = accelerator.kind() is not None
 
         def make(slot: SliceWriter | None, memory: torch.Tensor | None) -> Staging:
-            area = functools.partial(
-                Staging, skeleton, slice_plan, self._engine, pinned=pinned, memory=memory
-            )
+            area = functools.partial(Staging, skeleton, slice_plan, self._engine, pinned=pinned)
             if slot is None or slot.memory is None:
-                return area()
-            return area(slot=slot.memory, move=slot.copy or ctypes.memmove)
+                return area(memory=memory)
+            return area(memory=memory, slot=slot.memory, move=slot.copy or ctypes.memmove)
 
         self._pool.prepare(make, layout, slice_plan.area_bytes, count_max, pinned=pinned)
+        replicated = (entry.nbytes for entry in layout.entries if entry.owner == REPLICATED)
         self._events.emit(
             "plan",
             {
                 "image_bytes": layout.image_bytes,
-                "replicated_bytes": sum(
-                    entry.nbytes for entry in layout.entries if entry.owner == REPLICATED
-                ),
+                "replicated_bytes": sum(replicated),
                 "slice_bytes": slice_plan.nbytes,
                 "in_flight_max": count_max,
                 "tensors": len(layout.tensors),

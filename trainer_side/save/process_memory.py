@@ -1,7 +1,4 @@
-"""Views of all memory of this process: one loop in C reads words or CRCs of thousands of tensors.
-
-Making these views touches no memory. They are read only at tensors that are kept alive meanwhile.
-"""
+"""Views of all memory of this process: one loop in C reads words or CRCs of thousands of tensors that are kept."""
 
 from __future__ import annotations
 

@@ -112,9 +112,8 @@ class Saver:
         if self._late_reason is None:
             return -1
         if why := self._finished_step.stale_reason():
-            self._late_reason = DeclineCause.LATE.because(
-                f"it found no room when it was due, and later {why}"
-            )
+            what = f"it found no room when it was due, and later {why}"
+            self._late_reason = DeclineCause.LATE.because(what)
             self.decline_late()
             return -1
         if self._link.job.rank == 0:
@@ -153,9 +152,8 @@ class Saver:
             return self._decline(step, DeclineCause.OUTGROWN.because(outgrown), needed_pickle_bytes=needed)
         except PoolFull as no_room:
             return self._decline(step, no_room.reason)
-        record = SaveRecord(
-            saved_at_unix=saved_at_unix, metrics=metrics, trackers=dict(self.trackers) or None
-        )
+        trackers = dict(self.trackers) or None
+        record = SaveRecord(saved_at_unix=saved_at_unix, metrics=metrics, trackers=trackers)
         try:
             # The training thread waits here, so the captured state does not change meanwhile.
             wait_seconds = self._pool.wait(step, wait_seconds_max)
@@ -227,11 +225,10 @@ class Saver:
         )
         record.copied_inside = inside or begins.instant is None
         self._copier.close_gate(gate=begins.is_live)
-        transfer = (
-            self._link.offer(step, area, record, plan.skeleton.layout)
-            if answer is None
-            else Transfer.not_sent(step, record, answer)
-        )
+        if answer is None:
+            transfer = self._link.offer(step, area, record, plan.skeleton.layout)
+        else:
+            transfer = Transfer.not_sent(step, record, answer)
         if transfer.released.is_set() and place.tier_write is None:  # refused at once: nothing is copied
             self._copier.reopen_gate()
             nowhere = Reason(OTHER, "no local tier has a free slot, and there is no stager")
@@ -278,10 +275,8 @@ class Saver:
             tear_check = plan.tear_check.host_only(sources) if is_mirrored else plan.tear_check
             instant = tear_check.capture_instant(taken, step)
         fingerprints = None
-        if plan.watched_entries:
-            fingerprints = Fingerprints(
-                plan.watched_entries, plan.skeleton.gated, step, plan.shared, plan.samples
-            )
+        if watched := plan.watched_entries:
+            fingerprints = Fingerprints(watched, plan.skeleton.gated, step, plan.shared, plan.samples)
             fingerprints.sample_now(sources, also_gated=not is_live)
         after = None if device is None else stream_of(device).record_event()
         return _SyncCapture(is_live, instant, fingerprints, after, route)

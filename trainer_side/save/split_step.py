@@ -121,9 +121,8 @@ def split_step(
             wait_for_more()
         return None
     step: Any = type(optimizer).step
-    step = (
-        step.__wrapped__ if getattr(step, "hooked", False) else step
-    )  # below the wrapper that calls the hooks
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # below the wrapper that calls the hooks
     while True:
         blocked = {id(parameter) for parameter in left if held(parameter)}
         free = {id(parameter) for parameter in left} - blocked
@@ -138,21 +137,16 @@ def split_step(
 
 def _makes_state(optimizer: Optimizer) -> bool:
     """Whether this step will make state for a parameter that has none yet: the first step, or an unfrozen layer."""
-    stateless = type(optimizer).step is torch.optim.SGD.step and not any(
-        group.get("momentum") for group in optimizer.param_groups
-    )
-    return not stateless and any(
-        parameter.grad is not None and parameter not in optimizer.state
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    groups = optimizer.param_groups
+    if type(optimizer).step is torch.optim.SGD.step and not any(group.get("momentum") for group in groups):
+        return False
+    parameters = (parameter for group in groups for parameter in group["params"])
+    return any(one.grad is not None and one not in optimizer.state for one in parameters)
 
 
 def run_closure(arguments: StepArguments) -> tuple[StepArguments, bool]:
-    """Run the closure of a step now, since no piece of the step may precede the gradients.
-
-    The optimizers that `unsplittable_reason` accepts begin by calling it once, too. Returns arguments whose closure
-    only returns the loss, and True; without a closure the arguments unchanged, and False.
+    """Run the closure of a step now, since no piece of the step may precede the gradients. Return arguments whose
+    closure only returns the loss, and True; without a closure the arguments unchanged, and False.
     """
     args, kwargs = arguments
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

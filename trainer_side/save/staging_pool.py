@@ -86,9 +86,8 @@ class AreaUse:
         self.transfer, self.tier_write = transfer, tier_write
         kept = [tier_write.released] if tier_write is not None else []
         self.released = _AllEvents([transfer.released, *kept])  # nothing reads the area any more
-        self.settled = _AllEvents(
-            [transfer.settled, *kept]
-        )  # its outcome is known, at the stager and in the tiers
+        # Its outcome is known, at the stager and in the tiers.
+        self.settled = _AllEvents([transfer.settled, *kept])
 
     @property
     def step(self) -> int:
@@ -113,10 +112,8 @@ class Areas:
     def reset(
         self, make: Callable[[SliceWriter | None], Staging], count_max: int, *, in_slots: bool = False
     ) -> None:
-        """Drop all areas, and make the first new one. Nothing may still read the old ones.
-
-        `make` gets the slot whose memory becomes the area, if any. With `in_slots` all areas are slots of a tier, and
-        the first one is not made now.
+        """Drop all areas, which nothing reads any more, and make the first new one. `make` gets the slot whose memory
+        becomes the area, if any. With `in_slots` all areas are slots of a tier, and the first one is not made now.
         """
         assert not self.being_read(), "an area is still being sent"
         self._make, self.count_max = make, count_max
@@ -127,10 +124,8 @@ class Areas:
             self._areas.append(make(None))
 
     def acquire(self) -> Staging | None:
-        """Return an area that nothing reads; None if all are taken and no more are allowed.
-
-        Also None if more than `count_max` steps wait to be staged: the ring and the store are behind, and a further
-        step would only compete for them.
+        """Return an area that nothing reads; None if all are taken and no more are allowed, or if more than `count_max`
+        steps wait to be staged: a further step would only compete for the ring and the store.
         """
         if not self.has_room():
             return None
@@ -207,8 +202,6 @@ class StagingPool:
         self._ledger, self._config = context.ledger, context.config
         self._preallocator: MemoryPreallocator | None = None
 
-    # -- for a plan ----------------------------------------------------------------------------------------------
-
     def clear(self) -> None:
         """Wait until nothing reads a staging area; give up steps that take too long.
 
@@ -243,17 +236,16 @@ class StagingPool:
     def prepare(
         self, make: MakeArea, layout: Layout, area_bytes: int, count_max: int, *, pinned: bool
     ) -> None:
-        """Prepare areas and slots for a new plan, after `clear`.
+        """Prepare areas and slots for a new plan, after `clear`. `make` makes an area, in the given memory if any.
+        `count_max`: Result of `areas_max`. `pinned`: A device copies into the areas.
 
-        `make` makes an area, in the given memory if any. `count_max`: Result of `areas_max`. `pinned`: A device copies
-        into the areas. ConfigError: a local tier is too small for its first layout. StoreError: a tier's device failed.
+        ConfigError: a local tier is too small for its first layout. StoreError: a tier's device failed.
         """
         numbers = itertools.count()
 
         def prepared(slot: SliceWriter | None) -> Staging:
-            if slot is None or slot.memory is None:
-                return make(slot, self._claim_preallocated(next(numbers)))
-            return make(slot, self._claim_preallocated(address_of(slot.memory)))
+            key = next(numbers) if slot is None or slot.memory is None else address_of(slot.memory)
+            return make(slot, None if self._preallocator is None else self._preallocator.claim(key))
 
         if self._preallocator is not None:
             self._preallocator.stop()
@@ -267,9 +259,6 @@ class StagingPool:
         self._tiers.stop_making_slots()
         if self._preallocator is not None:
             self._preallocator.close(self._config.full_seconds_max)
-
-    def _claim_preallocated(self, key: int) -> torch.Tensor | None:
-        return None if self._preallocator is None else self._preallocator.claim(key)
 
     def _memory_makers(self, area_bytes: int, count_max: int) -> dict[int, Make]:
         """Return how to make the locked memory of later saves: slots by address, or areas by number."""
@@ -285,16 +274,13 @@ class StagingPool:
         # Locking would fault in missing pages in a single thread.
         return slot_tensor(slot, pinned=True) if self._tiers.await_slot(number) else None
 
-    # -- for a step ----------------------------------------------------------------------------------------------
-
     def wait(self, step: int, seconds_max: float | None = None) -> float:
-        """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once.
+        """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once. With
+        `seconds_max`, wait up to this long regardless of the settings. Return how long training waited; 0 with
+        `seconds_max`, when training is over.
 
-        With `seconds_max`, wait up to this long regardless of the settings. If all areas are taken, the wait ends when
-        the oldest step is staged or given up (every rank has sent it then, and the stager has room), or when another
-        rank has declined `step`. PoolFull: neither came within `full_seconds_max`, or `seconds_max`.
-
-        Returns how long training waited; 0 with `seconds_max`, when training is over.
+        The wait ends when the oldest step is staged or given up (every rank has sent it then, and the stager has room),
+        or when another rank has declined `step`. PoolFull: neither came within `full_seconds_max`, or `seconds_max`.
         """
         if seconds_max is None and self._config.on_full == "skip":
             return 0.0
@@ -326,10 +312,7 @@ class StagingPool:
         return waited_seconds
 
     def reserve(self, step: int, record: SaveRecord) -> Reservation:
-        """Reserve an area for this step, and the free slots of the tiers. Follow with `send` or `release`.
-
-        PoolFull: all areas are taken.
-        """
+        """Reserve an area for this step, and the free slots of the tiers. PoolFull: all areas are taken."""
         if self._tiers.is_direct:
             place = self._reserve_slot_area(step, record)
         else:
@@ -352,8 +335,6 @@ class StagingPool:
         """Release the reservation of a step that is not saved. Slots already in use are left to their lanes."""
         if place.tier_write is not None and place.tier_write.area is None:
             self._tiers.drop(place.tier_write, reason)
-
-    # -- details -------------------------------------------------------------------------------------------------
 
     def _reserve_slot_area(self, step: int, record: SaveRecord) -> Reservation | None:
         """Reserve a slot of the first tier as the area; None if none of its slots is free."""

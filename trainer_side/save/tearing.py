@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 _WORDS = 4  # of one piece
 _DRAWN_OF = 1 << 24
 _LOOKS_MAX = 4096  # cached batches; they keep no tensor alive
-# at one save, others at the next: each costs a call or two of torch
-_DEVICE_PIECES_MAX = 32
+_DEVICE_PIECES_MAX = 32  # at one save, others at the next: each costs a call or two of torch
 _COMPARED_BYTES = 32 << 20  # of a tensor on a device, compared at a time
 _UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _version = attrgetter("_version")
@@ -56,9 +55,7 @@ compare_bytes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 class TearCheck:
     """The checks in each save of one plan. Training thread. `gated`: Per entry, whether it is copied behind the gate.
-
-    `watched`: Fingerprinted entry → its bytes on this rank, which must be of the saved instant even if another rank
-    sends them.
+    `watched`: Fingerprinted entry → its bytes on this rank; of the saved instant even if another rank sends them.
     """
 
     def __init__(
@@ -76,9 +73,7 @@ class TearCheck:
             ),
         ]
         self.place_of = {piece.offset: place for place, piece in enumerate(self.pieces) if piece.offset >= 0}
-        self.paths: dict[int, str] = {}
-        for tensor in layout.tensors:
-            self.paths.setdefault(tensor.entry, tensor.path)
+        self.paths = {tensor.entry: tensor.path for tensor in reversed(layout.tensors)}  # of the first tensor
         self._entries = {piece.entry for piece in self.pieces}
         self.starts = np.array([piece.entry_offset for piece in self.pieces], np.int64)
         sizes = np.array([piece.nbytes for piece in self.pieces], np.int64)
@@ -163,10 +158,8 @@ class BatchChecks(NamedTuple):
 
 
 class SavedInstant:
-    """Counters and words of the tensors at one `save()`; keeps the tensors alive until they are copied or compared.
-
-    Made by `TearCheck.capture_instant`. Any thread may call its methods. Each check returns the path of a tensor, or
-    "".
+    """Counters and words of the tensors at one `save()`; keeps the tensors alive until they are copied or compared. Any
+    thread. Each check returns the path of a tensor, or "".
     """
 
     def __init__(
@@ -190,12 +183,7 @@ class SavedInstant:
 
     def find_changed(self) -> str:
         """Return a tensor that has changed."""
-        versions = _versions(self._tensors)
-        if versions != self._versions:
-            pairs = zip(versions, self._versions, self._entry_of_tensor, strict=True)
-            return self.check.paths[next(entry for now, before, entry in pairs if now != before)]
-        wrong = _read_words(self._live, self.check.wide, self._readable) != self._words
-        return self._first_wrong_path(np.arange(len(wrong)), wrong)
+        return self._find_changed(np.arange(len(self._live)), range(len(self._tensors)))
 
     def find_changed_at(self, storages: Collection[int]) -> str:
         """Return a changed tensor in one of the storages at these addresses."""
@@ -220,9 +208,8 @@ class SavedInstant:
         return self._first_wrong_path(places, here != self._words[places])
 
     def find_uncounted_change(self, area: torch.Tensor) -> str:
-        """Return a tensor that differs from the staging area though torch has counted no change. Reads all bytes.
-
-        Training thread, on the training's stream. The area has all bytes of this instant.
+        """Return a tensor that differs from the staging area though torch has counted no change. Reads all bytes, on
+        the training's stream. Training thread.
         """
         versions = _versions(self._tensors)
         counted = {
@@ -242,13 +229,12 @@ class SavedInstant:
         """Return the address of the storage under each checked piece."""
         return [source.data_ptr - source.start_bytes for source in self._sources]
 
-    def _find_changed(self, places: _Places, tensors: list[int]) -> str:
+    def _find_changed(self, places: _Places, tensors: Sequence[int]) -> str:
         now = _versions([*map(self._tensors.__getitem__, tensors)])
         before = [*map(self._versions.__getitem__, tensors)]
         if now != before:
-            wrong = next(
-                place for place, one, other in zip(tensors, now, before, strict=True) if one != other
-            )
+            changes = zip(tensors, now, before, strict=True)
+            wrong = next(place for place, one, other in changes if one != other)
             return self.check.paths[self._entry_of_tensor[wrong]]
         words = _read_words(self._live[places], self.check.wide[places], self._readable[places])
         return self._first_wrong_path(places, words != self._words[places])
@@ -262,10 +248,7 @@ class SavedInstant:
 
 
 class DeviceWords:
-    """Words of some device tensors, on their way to the host in the order of the current stream.
-
-    `within`: Where they begin in each piece.
-    """
+    """Words of some device tensors, on their way to the host in stream order. `within`: Their begins in each piece."""
 
     def __init__(
         self, places: Sequence[int], check: TearCheck, sources: Sequence[StorageSource], within: _Places

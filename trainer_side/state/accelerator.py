@@ -30,10 +30,8 @@ def module_of(kind_or_device: str | torch.device) -> Any:
 
 
 def own_device() -> torch.device | None:
-    """Return the device that this rank trains on; None if no device is in use.
-
-    If this process has memory on exactly one device, that is the one; otherwise the current device. This covers
-    scripts that write `device="cuda:1"` without `torch.cuda.set_device`.
+    """Return the device that this rank trains on; None if no device is in use. If this process has memory on exactly
+    one device, it is that one, as for scripts that write `device="cuda:1"`; otherwise it is the current device.
     """
     one = kind()
     if one is None:
@@ -62,7 +60,6 @@ def record_event(device: torch.device) -> StreamEvent:
 
 def copy_to_host(memory: torch.Tensor) -> tuple[torch.Tensor, StreamEvent | None]:
     """Copy a small tensor to host memory on its device's current stream; return the copy and the event of its arrival.
-
     A tensor in host memory is returned as it is, without an event.
     """
     if memory.device.type == "cpu":

@@ -6,17 +6,18 @@ script, even if it draws its next batch before the checkpoint. Calls in evaluati
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import torch
 
 from holdfast import supervised as diary
 from trainer_side.state.tree import unwrap_per_rank
-from trainer_side.state.value_crc import tensor_crc, tensors_in
+from trainer_side.state.value_crc import leaves_in, tensor_crc
 
-_ATTRIBUTES_MAX = 10_000
+_NUMBERS_MAX = 10_000
 
 
 class CounterNotes:
@@ -29,26 +30,21 @@ class CounterNotes:
     def note(self, step: int) -> None:
         if not self._wanted:
             return
-        now, before = dict(_numbers(self._state)), self._before or {}
+        now, before = dict(islice(_numbers(self._state), _NUMBERS_MAX)), self._before or {}
         changed = {path: number for path, number in now.items() if before.get(path) != number}
         # The first note of a process has all numbers.
         diary.write_diary("counters", {"step": step, "begins": self._before is None, "values": changed})
         self._before = now
 
 
-def _numbers(state: Mapping[str, Any]) -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
-    for name, value in state.items():
-        if not isinstance(value, torch.nn.Module):
-            continue
-        for prefix, module in value.named_modules():
+def _numbers(state: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    modules = ((name, value) for name, value in state.items() if isinstance(value, torch.nn.Module))
+    for name, whole in modules:
+        for prefix, module in whole.named_modules():
             where = f"{name}/{prefix}." if prefix else f"{name}/"
             for key, number in vars(module).items():
                 if type(number) in (int, float) and not key.startswith("_"):
-                    found.append((where + key, number))
-            if len(found) > _ATTRIBUTES_MAX:
-                return found
-    return found
+                    yield where + key, number
 
 
 _CALLS_MAX = 256  # in one step; the last CRC covers all further calls
@@ -77,6 +73,7 @@ def note_call(module: torch.nn.Module, args: tuple[Any, ...], named: Mapping[str
     if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
         return
     crc = _calls.pop() if len(_calls) == _CALLS_MAX else 0
-    for tensor in tensors_in([args, named]):
-        crc = tensor_crc(tensor, crc)
+    for leaf in leaves_in([args, named]):
+        if isinstance(leaf, torch.Tensor):
+            crc = tensor_crc(leaf, crc)
     _calls.append(crc)

@@ -70,9 +70,8 @@ def _inner_values(value: Any) -> Iterable[tuple[Any, Any]]:
 def locate_optimizers(
     tree: Mapping[str, Any], state: Mapping[str, Any], given: ReturnedGroups
 ) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers of a state by the path of their dictionary in its tree.
-
-    `tree`: Result of `collect` or `live_trees`, made inside `record_param_groups`, which recorded `given`.
+    """Return the optimizers of a state by the path of their dictionary in its tree: a result of `collect` or
+    `live_trees`, made inside `record_param_groups`, which recorded `given`.
     """
     by_groups = {id(groups): optimizer for groups, optimizer in given}
     found: dict[str, torch.optim.Optimizer] = {}
@@ -112,9 +111,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def match_parameters(optimizer: torch.optim.Optimizer, saved: Any) -> list[tuple[Any, torch.Tensor]]:
-    """Pair each parameter with its number (or name) in a saved state, by position, as torch does.
-
-    Empty if the saved state has another number of parameters: loading refuses it, or is the optimizer's own code.
+    """Pair each parameter with its number (or name) in a saved state, by position, as torch does. Empty if their
+    numbers differ: loading refuses such a state, or is the optimizer's own code.
     """
     if not is_optimizer_dict(saved):
         return []
@@ -141,10 +139,8 @@ def value_at(tree: Any, path: str) -> Any:
 
 
 def host_tensor_paths(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
-    """Return the paths of optimizer tensors in host memory whose parameter lies on a device.
-
-    Scalars are left out: torch's optimizers keep them in host memory. `tree`: Has live tensors. `optimizers`: By the
-    path of their dictionaries in the tree.
+    """Return the paths of optimizer tensors in host memory whose parameter lies on a device, except scalars, which
+    torch keeps in host memory. `tree`: Has live tensors. `optimizers`: By the path of their dictionaries in the tree.
     """
     found: list[str] = []
     for path, optimizer in optimizers.items():
@@ -212,10 +208,8 @@ def keyed_by_name(
     names: Mapping[str, Sequence[Sequence[str]]],
     united: Mapping[str, Sequence[Sequence[str]]],
 ) -> dict[str, Any]:
-    """Return the tree with optimizers keyed by name; tensors keep their order.
-
-    An optimizer with other parameters stays unchanged. `names`: Names of this rank's parameters, by optimizer and
-    group. `united`: The names of all ranks' parameters, which the groups then list.
+    """Return the tree with optimizers keyed by name; tensors keep their order, and an optimizer with other parameters
+    stays unchanged. `names`: This rank's, by optimizer and group. `united`: All ranks', which the groups then list.
     """
     return {
         at: _keyed_by_name(value, names[at], united[at]) if at in names else value

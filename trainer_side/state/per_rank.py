@@ -12,9 +12,7 @@ from trainer_side.whole_number import describe_value
 
 
 class PerRank:
-    """A value of the state that differs from rank to rank; a checkpoint has every rank's own.
-
-    Allowed only at the top level of the state.
+    """A value at the top level of the state that differs from rank to rank; a checkpoint has every rank's own.
 
     Args:
         value: An object with `state_dict()` and `load_state_dict()`, or tensors and plain values.

@@ -1,9 +1,5 @@
 """`torch.save` without the tensor bytes: its pickle, its zip, and whether plain `torch.load` accepts them.
 
-    Pickling.save      the whole zip, with holes         load_structure    reads it back, tensors on `meta`
-    Pickling.pickle    data.pkl alone, for each save     explain_refusal   names the value that torch refuses
-    Pickling.reduced   how torch has pickled each tensor ─► recall.FastPickling.pickle: data.pkl without asking torch
-
 Each storage is replaced by a `meta` stand-in of the used size; torch then reads none of its bytes.
 """
 
@@ -163,7 +159,7 @@ _BUILTINS = re.compile(rb"c(?:__builtin__|builtins)\n\w+")
 
 
 class _StopAfterPickle(Exception):
-    """Ends torch.save after the pickle; not an error."""
+    """Ends torch.save after the pickle."""
 
 
 class Pickling:

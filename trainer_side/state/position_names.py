@@ -17,8 +17,9 @@ from __future__ import annotations
 import json
 import struct
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -67,9 +68,7 @@ def positions(
 
     `tree`: Has live tensors. `optimizers`: By the path of their dictionaries in the tree.
     """
-    names: dict[int, list[str]] = {}
-    for path, parameter in module_parameters(unwrap_per_rank(state)):
-        names.setdefault(id(parameter), []).append(path)
+    names = _by_id(module_parameters(unwrap_per_rank(state)))
     places: dict[Any, list[str]] | None = None
     inner: dict[int, list[str]] | None = None
     found: dict[str, list[list[Position]]] = {}
@@ -93,14 +92,17 @@ def positions(
 
 
 def _inner_names(state: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Name the parameters of modules inside the script's objects by the attributes that lead there.
-
-    For parameters whose object saves them as copies, or not at all.
+    """Name the parameters of modules inside the script's objects, which may save copies or nothing, by the attributes
+    that lead there.
     """
+    inner = ({path: value} for path, value in reachable_with_paths(unwrap_per_rank(state)) if "/" in path)
+    return _by_id(chain.from_iterable(map(module_parameters, inner)))
+
+
+def _by_id(named: Iterable[tuple[str, torch.Tensor]]) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
-    for path, value in reachable_with_paths(unwrap_per_rank(state)):
-        for name, parameter in module_parameters({path: value} if "/" in path else {}):
-            names.setdefault(id(parameter), []).append(name)
+    for name, parameter in named:
+        names.setdefault(id(parameter), []).append(name)
     return names
 
 
@@ -125,10 +127,7 @@ def _list_positions(
 
 
 def tensor_lists(at: str, value: Any, tree: Any) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:
-    """Yield the lists of several tensors, and nothing else, in the tree of an object of the script, with their paths.
-
-    `at`: Name of the object `value` in the state.
-    """
+    """Yield the lists of several tensors in the tree of a script's object `value`, named `at`, with their paths."""
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
         return  # they have names, or numbers, of their own
     seen: set[int] = set()
@@ -170,9 +169,8 @@ def _own_name(group: Mapping[str, Any], number: int) -> list[str]:
 
 
 class SavedNames:
-    """The names in one rank's files, rebuilt when its optimizers get other parameters. Training thread.
-
-    `is_writer`: Whether this rank writes data.pkl; other ranks need no names.
+    """The names in one rank's files, rebuilt when its optimizers get other parameters. Training thread. Only a rank
+    that `is_writer` of data.pkl needs names.
     """
 
     def __init__(self, state: Mapping[str, Any], *, is_writer: bool) -> None:

@@ -17,6 +17,7 @@ import io
 import pickle
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from operator import add
 from typing import Any, NamedTuple, cast
@@ -42,33 +43,28 @@ _KEPT = frozenset({bool, int, float, type(None), PendingNumber})
 
 
 class Snapshot(NamedTuple):
-    """A copy of a tree's containers, for a later pickle of the tree as it is now.
-
-    Tensors are replaced by their `StandIn`, so a copy keeps none alive. Containers that hold only tensors, all the way
-    down, are the same at every save: they are copied once.
+    """A copy of a tree's containers, for a later pickle of the tree as it is now. Tensors are replaced by their
+    `StandIn`. Containers that hold only tensors, all the way down, are the same at every save: they are copied once.
     """
 
     tree: Any  # the copy; a container that occurs several times is still one object
     text_length: int  # of all its strings together; keys do not count
 
 
-class _UnknownClassError(ValueError):
-    """The tree holds a value of a class that is not copied."""
-
-
 def snapshot(tree: Any, known: Mapping[int, Any]) -> Snapshot | None:
-    """Copy the containers of `tree`; None if it holds a value of an unknown class, or itself.
-
-    `known`: By id(), the replacement of a tensor or a container.
+    """Copy the containers of `tree`; None if it holds a value of an unknown class, or itself. `known`: By id(), the
+    replacement of a tensor or a container.
     """
     copying = _TreeCopier(known)
     try:
         return Snapshot(copying.copy(tree), copying.text_length)
-    except (_UnknownClassError, RecursionError):
+    except (ValueError, RecursionError):
         return None
 
 
 class _TreeCopier:
+    """Copies containers; ValueError: the tree holds a value of a class that is not copied."""
+
     def __init__(self, known: Mapping[int, Any]) -> None:
         self.text_length = 0
         self._copies = {**known}  # by id(): the tree keeps the originals alive meanwhile
@@ -94,7 +90,7 @@ class _TreeCopier:
         elif kind is list or kind is tuple:
             copied = kind([one if type(one) in _KEPT else self.copy(one) for one in value])
         else:
-            raise _UnknownClassError
+            raise ValueError(kind)
         self._copies[id(value)] = copied
         return copied
 
@@ -155,13 +151,11 @@ def _attributes(node: Any) -> dict[str, Any] | None:
     return vars(node) if type(node) is OrderedDict else None
 
 
+@dataclass(slots=True, eq=False)
 class _Reduced:
     """Is pickled as `reduction` says."""
 
-    __slots__ = ("reduction",)
-
-    def __init__(self, reduction: tuple[Any, ...]) -> None:
-        self.reduction = reduction
+    reduction: tuple[Any, ...]
 
 
 class StandIn(_Reduced):
@@ -170,20 +164,13 @@ class StandIn(_Reduced):
     __slots__ = ()
 
 
+@dataclass(slots=True, eq=False)
 class _StorageStandIn:
-    """Stands for a storage."""
-
-    __slots__ = ("persistent_id",)
-
-    def __init__(self, persistent_id: Any) -> None:
-        self.persistent_id = persistent_id
+    persistent_id: Any
 
 
 class FastPickling:
-    """A pickler's view of a tree: its tensors become placeholders, all else is pickled as it is.
-
-    `stand_ins`: One per tensor; a tensor that occurs twice has the same one.
-    """
+    """Pickles a tree with a placeholder for each tensor; a tensor that occurs twice has the same one."""
 
     def __init__(self, stand_ins: list[StandIn], protocol: int) -> None:
         self._stand_ins, self._protocol = stand_ins, protocol
@@ -191,13 +178,13 @@ class FastPickling:
     @classmethod
     def of(cls, job: Pickling, tensors: Sequence[torch.Tensor]) -> FastPickling | None:
         """Make placeholders to pickle tensors like these again; None if the pickle of one of them cannot be reused."""
-        kept: dict[int, tuple[Any, ...] | None] = {}
+        stand_ins: dict[int, StandIn] = {}
         for tensor in tensors:
-            if id(tensor) not in kept:
-                kept[id(tensor)] = _reusable_reduction(job, tensor)
-        if None in kept.values():
-            return None
-        stand_ins = {key: StandIn(cast(tuple[Any, ...], reduction)) for key, reduction in kept.items()}
+            if id(tensor) not in stand_ins:
+                reduction = _reusable_reduction(job, tensor)
+                if reduction is None:
+                    return None
+                stand_ins[id(tensor)] = StandIn(reduction)
         return cls([stand_ins[id(tensor)] for tensor in tensors], torch.serialization.DEFAULT_PROTOCOL)
 
     def stand_ins(self, tensors: Sequence[torch.Tensor]) -> dict[int, StandIn]:
@@ -205,10 +192,8 @@ class FastPickling:
         return dict(zip(map(id, tensors), self._stand_ins, strict=True))
 
     def pickle(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
-        """Return the pickle of `value` and the classes in it (see `Pickling.kinds`), except tensors'. Any thread.
-
-        `value`: A tree, with tensors or their stand-ins. `stand_ins`: Stand-ins of its tensors, by id(). Raises one of
-        `REFUSED` where `Pickling.pickle` would, too.
+        """Return the pickle of a tree, and its classes (`Pickling.kinds`) except tensors'. Any thread. `stand_ins`:
+        Those of its tensors, by id(). Raises one of `REFUSED` where `Pickling.pickle` would, too.
         """
         try:
             out, kinds = self._dump(value, stand_ins)
@@ -394,11 +379,8 @@ class Recall:
     def pickle(self, tree: Mapping[str, Any], contents: TreeContents) -> tuple[bytes, set[Any]] | None:
         """Return the bytes of `Pickling.pickle`, and the classes of values; None if that must report an error."""
         resolve_pending(tree)
-        return (
-            None
-            if self._fast_pickling is None
-            else self._pickled(tree, self._fast_pickling.stand_ins(contents.tensors))
-        )
+        ready = self._fast_pickling
+        return None if ready is None else self._pickled(tree, ready.stand_ins(contents.tensors))
 
     def snapshot(self, tree: Mapping[str, Any], contents: TreeContents) -> Snapshot | None:
         """Copy the tree as it is now; None if a copy of its containers may lose something."""

@@ -26,10 +26,8 @@ _OWN = "_own"  # after a kind of device, the key for the index of the rank's own
 
 
 class RngState:
-    """The global random number generators of this process, as one object with a `state_dict()`.
-
-    They are torch's on the CPU and on every accelerator, NumPy's global one, and Python's. Put it into the state as
-    `PerRank(RngState())`. All methods must be called on the training thread.
+    """The global random number generators of this process: torch's on the CPU and on every accelerator, NumPy's, and
+    Python's. Put it into the state as `PerRank(RngState())`. Training thread.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,10 +124,8 @@ def _set_devices(kind: str, states: list[torch.Tensor], own_before: int | None) 
 
 @contextmanager
 def isolated_rng(place: str) -> Iterator[None]:
-    """Context in which torch's CPU generator depends on `place` alone; afterwards the generator is as before.
-
-    Loader iterators are made in this context, because each draws the seeds of its workers: a resumed run makes one
-    iterator more than an uninterrupted run, and must not draw more numbers.
+    """Context in which torch's CPU generator depends on `place` alone; afterwards the generator is as before. Each
+    loader iterator draws seeds, and a resumed run, which makes one iterator more, must not draw more.
     """
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:7]))

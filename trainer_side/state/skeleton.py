@@ -80,10 +80,8 @@ class Skeleton:
 
 
 class DeferredPickle:
-    """A data.pkl that any thread makes later, once.
-
-    `recall`: Has recognised the tree. A failed pickle invalidates the recall, so the next capture is a full one.
-    `snapshot`: The tree at the capture.
+    """A data.pkl that any thread makes later, once, of a `snapshot` of the tree, which the `recall` has recognised. A
+    failed pickle invalidates the recall, so the next capture is a full one.
     """
 
     def __init__(self, recall: Recall, snapshot: Snapshot, skeleton: Skeleton, trailer: bytes) -> None:
@@ -141,9 +139,9 @@ def plan(
     agreed: Agreement,
     trailer: bytes = b"",
 ) -> Skeleton:
-    """Lay out the image. Ranks that hold the same tensors get the same layout and the same literals.
+    """Lay out the image. Ranks that hold the same tensors get the same layout and the same literals. Training thread;
+    moves no tensor bytes.
 
-    Training thread; moves no tensor bytes, so the cost grows with the number of tensors, not with their size.
     `agreed`: The room for data.pkl and for each `PerRank` value, and how tensors are split. Outgrown: on rank 0,
     data.pkl does not fit its reserve. StateError: a value cannot be saved, or not be loaded with `weights_only=True`;
     names its path.
@@ -201,11 +199,10 @@ def plan(
         image.nbytes, chunk_bytes, ranks, parts.entries, parts.tensors(found), patterns=agreed.patterns
     )
     crcs = {crc_field: 0 for entry in layout.entries for crc_field in entry.crc_fields}
+    holes = [(entry.offset, entry.end) for entry in layout.entries]
     return Skeleton(
         layout=layout,
-        literals=image.literals.with_holes(
-            [(entry.offset, entry.end) for entry in layout.entries], {**crcs, **parts.constant_crcs}
-        ),
+        literals=image.literals.with_holes(holes, {**crcs, **parts.constant_crcs}),
         gated=parts.gated,
         rank=rank,
         signature=found.signature,
@@ -255,15 +252,12 @@ def capture(
         tensors = shards.live_tensors(expanded, tensors)
         for entry, source in shards.sources(expanded, skeleton._shard_entries).items():
             sources[entry] = source
-    contents: dict[int, bytes] = {}
-    deferred = None
-    if isinstance(data_pkl, DeferredPickle):
-        deferred = data_pkl
-    elif data_pkl is not None:
+    contents = _own_blobs(per_rank, skeleton)
+    deferred = data_pkl if isinstance(data_pkl, DeferredPickle) else None
+    if isinstance(data_pkl, bytes):
         contents[parts.pickle_entry] = data_pkl
     if data_pkl is not None:
         contents[parts.serialization_id_entry] = parts.serialization_id
-    contents.update(_own_blobs(per_rank, skeleton))
     return Capture(sources, contents, deferred, skeleton.signature, tensors, tensor_entries)
 
 
@@ -308,16 +302,12 @@ def _capture_by_recall(
         snapshot = recall.snapshot(full, seen.contents) if defer else None
         if snapshot is not None and (deferred := DeferredPickle(recall, snapshot, skeleton, trailer)).fits:
             return _CapturedTree(sources, deferred, tensors, recall.entries)
-        pickled = recall.pickle(full, seen.contents)
+        data, kinds = recall.pickle(full, seen.contents) or (b"", None)
         reserve = skeleton.pickle_reserve_bytes
-        if (
-            pickled is not None
-            and len(pickled[0]) + len(trailer) <= reserve
-            and pickled[1] <= skeleton._accepted
-        ):
+        if kinds is not None and len(data) + len(trailer) <= reserve and kinds <= skeleton._accepted:
             if snapshot is not None:
-                recall.last_pickle = LastPickle(len(pickled[0]), snapshot.text_length)
-            return _CapturedTree(sources, pad_pickle(pickled[0], trailer, reserve), tensors, recall.entries)
+                recall.last_pickle = LastPickle(len(data), snapshot.text_length)
+            return _CapturedTree(sources, pad_pickle(data, trailer, reserve), tensors, recall.entries)
     return None
 
 

@@ -101,9 +101,8 @@ class ZipRecord(NamedTuple):
 
 
 class SparseFile(io.RawIOBase):
-    """A file-like object that keeps written bytes and only counts skipped ones; holes read as zeros.
-
-    Written front to back only, as a zip writer with data descriptors does. Not thread-safe.
+    """A file that keeps written bytes and only counts skipped ones; holes read as zeros. Written front to back only, as
+    a zip writer with data descriptors does. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -232,9 +231,7 @@ class ZipParts:
             pickle_entry=by_name[_PICKLE],
             serialization_id_entry=identity,
             serialization_id=image.read_at(entries[identity].offset, entries[identity].nbytes),
-            storage_entries=tuple(
-                by_name[f"{_STORAGE_PREFIX}{number}"] for number in range(len(found.parts))
-            ),
+            storage_entries=tuple(by_name[f"{_STORAGE_PREFIX}{n}"] for n in range(len(found.parts))),
             constant_crcs=constant_crcs,
         )
 

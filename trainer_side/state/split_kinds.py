@@ -65,9 +65,8 @@ _QUANTISED = ("torchao.", "bitsandbytes.", "optimum.quanto.", "hqq.", "quanto.")
 
 
 def refuse_split_objects(state: Mapping[str, Any]) -> None:
-    """Refuse objects whose class splits them among several ranks; before training, with the same result on every rank.
-
-    StateError: has the class, the path and the remedy.
+    """Refuse objects whose class splits them among several ranks, before training and on every rank alike. StateError:
+    has the class, the path and the remedy.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
@@ -77,8 +76,7 @@ def refuse_split_objects(state: Mapping[str, Any]) -> None:
 
 def describe_split_object(state: Mapping[str, Any]) -> str:
     """Describe the first object whose class splits it among the ranks: its path and the remedy; empty without one.
-
-    `PerRank` values belong to one rank each and are not inspected.
+    `PerRank` values belong to one rank each.
     """
     for path, value in _objects(state):
         for kind in type(value).__mro__:

@@ -11,7 +11,6 @@ parallelism); such a tensor is refused here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -97,10 +96,6 @@ class HeldPart(NamedTuple):
     region: Region  # of the whole; empty if this rank holds no part
     local: torch.Tensor  # its elements: a plain tensor of the region's size
 
-    @property
-    def whole_numel(self) -> int:
-        return math.prod(self.shape)
-
 
 def is_split(value: object) -> bool:
     """Whether the value is a part of a tensor: `held_part` returns which."""
@@ -108,10 +103,8 @@ def is_split(value: object) -> bool:
 
 
 def manual_split(value: object) -> Split | None:
-    """Return a tensor that is split by hand as a `Split`; None for DTensors and tensors that are not split.
-
-    StateError: an object with a chunk list does not hold its part in one piece of its own memory; the message lacks the
-    path.
+    """Return a tensor that is split by hand as a `Split`; None for DTensors and tensors that are not split. StateError,
+    without the path: an object with a chunk list does not hold its part in one piece of its own memory.
     """
     if isinstance(value, Split):
         return value
@@ -163,10 +156,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def writable(value: object) -> AbstractContextManager[object]:
-    """Context in which `value`, a tensor or a module, can be filled in place, even if it was made in inference mode.
-
-    The tensors of other objects are left to their own `load_state_dict`.
-    """
+    """Context in which a tensor or a module can be filled in place, even if it was made in inference mode."""
     if isinstance(value, torch.nn.Module):
         tensors = [one for one in (*value.parameters(), *value.buffers()) if not is_lazy(one)]
         made_in_mode = any(tensor.is_inference() for tensor in tensors)

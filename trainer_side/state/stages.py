@@ -25,9 +25,8 @@ _VERSIONS = "_metadata"  # where torch.nn.Module keeps the versions of modules, 
 
 
 def outline(tree: Any) -> Any:
-    """Return the containers of a tree of plain tensors as JSON, see `state_union`. A container counts once.
-
-    StateError: a key is neither text nor a whole number, or the tree is too deep; names the place.
+    """Return the containers of a tree of plain tensors as JSON, see `state_union`. A container counts once. StateError:
+    a key is neither text nor a whole number, or the tree is too deep; names the place.
     """
     numbers = iter(range(1 << 62))
     seen: set[int] = set()
@@ -84,9 +83,8 @@ class Stages:
         return [*self._paths]
 
     def fill(self, tree: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the tree with the tensors of all ranks; None if this rank's tensors are not those agreed on.
-
-        `tree`: With blobs in place of `PerRank` values.
+        """Return the tree, which has blobs in place of `PerRank` values, with the tensors of all ranks; None if this
+        rank's tensors are not those agreed on.
         """
         if self._rank == 0:
             done: dict[int, Any] = {}
@@ -120,24 +118,18 @@ class Stages:
             return done[id(node)]
         if plan is None or not isinstance(node, dict | list | tuple):
             return node
-        if isinstance(node, dict):
-            changed, versions = {}, plan[2]
-            for key, below in plan[1]:
-                if key in node:
-                    value = self._fill_node(node[key], below, done)
-                    if value is not node[key]:
-                        changed[key] = value
-                elif _has_rows(below):
-                    changed[key] = self._build(below)
-        else:
-            changed, versions = {}, {}
-            for key, (one, below) in enumerate(zip(node, plan[1], strict=False)):
-                value = self._fill_node(one, below, done)
-                if value is not one:
+        here, is_dict = dict(children(node)), isinstance(node, dict)
+        changed: dict[Any, Any] = {}
+        for key, below in plan[1] if is_dict else enumerate(plan[1]):
+            if key in here:
+                value = self._fill_node(here[key], below, done)
+                if value is not here[key]:
                     changed[key] = value
+            elif is_dict and _has_rows(below):
+                changed[key] = self._build(below)
         filled = with_changes(node, changed) if changed else node
-        if changed and hasattr(filled, _VERSIONS):
-            setattr(filled, _VERSIONS, OrderedDict({**versions, **getattr(node, _VERSIONS)}))
+        if is_dict and changed and hasattr(filled, _VERSIONS):
+            setattr(filled, _VERSIONS, OrderedDict({**plan[2], **getattr(node, _VERSIONS)}))
         done[id(node)] = filled
         return filled
 

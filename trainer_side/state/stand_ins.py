@@ -78,10 +78,8 @@ class DTensorPlaces:
 
     @classmethod
     def of(cls, tree: Any, stand_ins: Mapping[str, torch.Tensor]) -> DTensorPlaces | None:
-        """Return the places in an expanded tree. `stand_ins`: Path → stand-in of a split tensor.
-
-        None if a tensor is split in another way, or a container is at two places or of an unusual class: such a tree is
-        checked tensor by tensor.
+        """Return the places in an expanded tree. `stand_ins`: Path → stand-in of a split tensor. None if a tensor is
+        split in another way, or a container is at two places or of an unusual class: it is checked tensor by tensor.
         """
         rows: list[_Row] = []
         paths: list[str] = []
@@ -286,17 +284,16 @@ class SplitStandIns:
     def with_ownership(
         self, classes: Mapping[int, Ownership], expanded: ExpandedTree, patterns: Mapping[str, int]
     ) -> dict[int, Ownership]:
-        """Return `classes` with the stand-ins added: split, and gated like their local tensors.
-
-        `classes`: Ownership by address of a storage, local tensors included. `patterns`: Path → number of its pattern.
-        A tensor without elements has no pattern, and belongs to rank 0.
+        """Return `classes` (ownership by address of a storage, local tensors included) with the stand-ins added: split,
+        and gated like their local tensors. `patterns`: Path → number of its pattern. A tensor without elements has no
+        pattern, and belongs to rank 0.
         """
         owned = dict(classes)
         for storage, path in self._path_of.items():
             local = expanded.held[path].local
             before = classes.get(local.untyped_storage()._cdata)
             number = patterns.get(path)
-            if number is None and expanded.held[path].whole_numel:
+            if number is None and 0 not in expanded.held[path].shape:
                 raise StateError(f"{path} is split among the ranks, and they have not agreed how; save again")
             owner = 0 if number is None else SPLIT - number
             owned[storage] = Ownership(owner, gated=before is not None and before.gated)

@@ -9,11 +9,13 @@ Storages are numbered in pickle's order, as `torch.save` names them.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter, eq
+from itertools import accumulate
+from operator import attrgetter, eq, mul
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -45,9 +47,8 @@ Sources = Sequence[StorageSource | None]
 
 
 class TensorSpec(NamedTuple):
-    """The properties of one tensor of the tree that must stay the same for a plan to fit.
-
-    `offset` counts elements from the start of the used part of storage number `storage`.
+    """The properties of one tensor that must stay the same for a plan to fit. `offset` counts elements from the start
+    of the used part of storage number `storage`.
     """
 
     path: str
@@ -116,9 +117,7 @@ def survey(tree: Any) -> Survey:
         placed.append(number)
     parts = tuple(one.part() for one in used)
     specs = tuple(_spec_of(named, number, parts[number]) for named, number in zip(found, placed, strict=True))
-    paths: dict[int, str] = {}
-    for named in found:
-        paths.setdefault(id(named.tensor), named.path)
+    paths = {id(named.tensor): named.path for named in reversed(found)}
     return Survey(specs, parts, numbers, paths, (specs, tuple(part.nbytes for part in parts)))
 
 
@@ -162,12 +161,8 @@ def _spec_of(named: NamedTensor, number: int, part: StoragePart) -> TensorSpec:
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+    sizes = (max(1, size) for size in reversed(shape[1:]))
+    return tuple(accumulate(sizes, mul, initial=1))[::-1] if shape else ()
 
 
 _Kind = str | type
@@ -229,9 +224,8 @@ class Outline:
 
     @classmethod
     def of(cls, tree: Any) -> tuple[Self, TreeContents] | None:
-        """Return the outline of a dict, and its contents.
-
-        None if only `tensor_paths` can judge it: tensor subclasses, storages, keys of unknown classes.
+        """Return the outline of a dict, and its contents; None if only `tensor_paths` can judge it: tensor subclasses,
+        storages, keys of unknown classes.
         """
         rows: list[_ContainerRow] = []
         tensors: list[torch.Tensor] = []
@@ -242,18 +236,16 @@ class Outline:
             kinds = tuple(map(_KINDS.__getitem__, types))
             if _STRANGE in kinds or not _KEYS.issuperset(map(type, keys or ())):
                 return None
-            repeated = []
-            for place, (kind, value) in enumerate(zip(kinds, values, strict=True)):
-                if kind is _TENSOR:
-                    tensors.append(value)
-                elif kind in _CONTAINERS:
-                    if id(value) in seen:
-                        repeated.append(place)
-                    else:
-                        seen.add(id(value))
-                        containers.append(value)
             tensor_places = tuple(place for place, kind in enumerate(kinds) if kind is _TENSOR)
             container_places = tuple(place for place, kind in enumerate(kinds) if kind in _CONTAINERS)
+            tensors += map(values.__getitem__, tensor_places)
+            repeated = []
+            for place in container_places:
+                if id(values[place]) in seen:
+                    repeated.append(place)
+                else:
+                    seen.add(id(values[place]))
+                    containers.append(values[place])
             rows.append(_ContainerRow(keys, types, kinds, tensor_places, container_places, tuple(repeated)))
         return cls(rows), TreeContents(tensors, containers, is_exact=True)
 
@@ -317,11 +309,9 @@ class TensorFacts:
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Self | None:
         """Return the facts of these; None if a tensor has attributes of its own, or is not plain and strided."""
-        try:
+        with contextlib.suppress(*_NOT_PLAIN):
             if not any(map(vars, tensors)):  # attributes are pickled with it
                 return cls(tensors, [*map(torch.Tensor.untyped_storage, tensors)])
-        except _NOT_PLAIN:
-            pass
         return None
 
     def storages(self, tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage] | None:

@@ -9,7 +9,6 @@ Ranks with equal tables get equal layouts (docs/design/003-one-layout-torch-zip.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import json
 import math
@@ -23,7 +22,7 @@ from holdfast.crc import crc32
 from holdfast.errors import StateError
 from holdfast.image.entries import REPLICATED, SPLIT, TEXT_MAX
 from holdfast.image.regions import Region
-from holdfast.wire.held_regions import HeldRegions
+from holdfast.wire.state_messages import HeldRegions
 from holdfast.wire.state_union import Stage
 from trainer_side.state.optimizer_places import settings
 from trainer_side.state.per_rank import PerRank
@@ -41,9 +40,8 @@ _SMALL_BYTES = 1 << 20  # smaller tensors of a device are copied together
 
 
 def checksums(found: Survey, leave_out: Collection[str]) -> tuple[int, ...]:
-    """Return a checksum for each slot, in order. Tied tensors share one, and are read once.
-
-    `leave_out`: Paths of tensors that are not read; their checksum is 0.
+    """Return a checksum for each slot, in order; tied tensors are read once, those at the paths in `leave_out` not at
+    all: theirs is 0.
     """
     by_view: dict[tuple[object, ...], int] = {}
     on_devices: dict[torch.device, dict[tuple[object, ...], torch.Tensor]] = {}
@@ -67,14 +65,13 @@ def _view(slot: TensorSpec) -> tuple[object, ...]:
 
 
 def _memory_of(part: StoragePart, slot: TensorSpec) -> torch.Tensor | tuple[int, int]:
-    """Return where a tensor's bytes lie: address and size in host memory, else a one-dimensional uint8 tensor.
-
-    A tensor with gaps is copied. Others are read in memory order: the strides are the same on every rank.
+    """Return where a tensor's bytes lie: address and size in host memory, else a one-dimensional uint8 tensor. A tensor
+    with gaps is copied. Others are read in memory order: the strides are the same on every rank.
     """
     numbers = math.prod(slot.shape)
     if not numbers:
         return 0, 0
-    dtype = _dtype(slot.dtype)
+    dtype: torch.dtype = getattr(torch, slot.dtype)
     sizes, device = slot.shape, part.storage.device
     if 0 in slot.stride:  # memory holds the elements that `expand` repeats once
         sizes = tuple(size if stride else 1 for size, stride in zip(sizes, slot.stride, strict=True))
@@ -87,12 +84,6 @@ def _memory_of(part: StoragePart, slot: TensorSpec) -> torch.Tensor | tuple[int,
     tensor = torch.empty(0, dtype=dtype, device=device)
     tensor.set_(part.storage, begin // dtype.itemsize, sizes, slot.stride)
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-@functools.cache
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _host_crc(memory: torch.Tensor | tuple[int, int]) -> int:
@@ -111,7 +102,11 @@ def device_crcs(memories: Sequence[torch.Tensor]) -> Iterator[int]:
             yield next(crcs)
             continue
         if buffers is None:
-            buffers = [_buffer(_PIECE_BYTES, memory.device) for _ in range(2)]
+            pinned = memory.device.type == "cuda"
+            buffers = [
+                torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                for _ in range(2)
+            ]
         yield _large_crc(memory, buffers)
 
 
@@ -153,10 +148,6 @@ def _large_crc(memory: torch.Tensor, buffers: Sequence[torch.Tensor]) -> int:
             arrived.synchronize()
         crc = crc32(buffers[place % 2].numpy().data[: piece.numel()], crc)
     return crc
-
-
-def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 class TensorTable(NamedTuple):

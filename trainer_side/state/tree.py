@@ -38,9 +38,8 @@ def children(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def containers(tree: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[str, Any]]:
-    """Yield each container of a tree once, with the prefix of the paths inside it, such as `loop/nets/`.
-
-    `is_leaf`: Containers whose contents are left out.
+    """Yield each container of a tree once, with the prefix of the paths inside it, such as `loop/nets/`; nothing in
+    those that are `is_leaf`.
     """
     seen: set[int] = set()
     pending = [("", tree)]
@@ -91,10 +90,8 @@ def with_replacements(tree: Any, replace: Callable[[str, Any], Any]) -> Any:
 
 
 class PendingNumber:
-    """A number in flight from a device, as of this point of the current stream, so that `save()` need not wait.
-
-    The copy thread reads it before it pickles the tree. torch's `GradScaler.state_dict()` would wait for all work
-    queued on the device, just to read two numbers.
+    """A number in flight from a device, as of this point of the current stream; the copy thread reads it before it
+    pickles the tree. `GradScaler.state_dict()` would wait for all work queued on the device to read two numbers.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -218,9 +215,8 @@ def unwrap_per_rank(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def collect(state: Mapping[str, Any], *, allow_pending: bool = False) -> dict[str, Any]:
-    """Return the tree to save: each object's `state_dict()`; tensors, plain values and `PerRank` as they are.
-
-    The tree holds the live tensors, not copies. Training thread.
+    """Return the tree to save, of live tensors: each object's `state_dict()`; tensors, plain values and `PerRank` as
+    they are. Training thread.
 
     `allow_pending`: Numbers that a device still computes may be `PendingNumber`; call `resolve_pending` before use.
     """
@@ -349,25 +345,19 @@ def with_inner_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> list[t
 
 def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:
     """Return the views that are the same on every rank, and those that only an optimizer changes."""
-    parameters: set[_View | None] = set()
-    buffers: set[_View | None] = set()
-    moments: set[_View | None] = set()
-    stepped: set[_View | None] = set()
-    for value in state.values():
-        if isinstance(value, torch.nn.Module):
-            parameters.update(view_key(local_of(parameter)) for parameter in value.parameters())
-            buffers.update(view_key(local_of(buffer)) for buffer in value.buffers())
-        elif isinstance(value, torch.optim.Optimizer):
-            for optimizer in with_inner_optimizers([value]):
-                state_of = list(optimizer.state.values())
-                moments.update(view_key(local_of(tensor)) for _, tensor in tensor_paths(state_of))
-                groups = optimizer.param_groups
-                stepped.update(
-                    view_key(local_of(parameter)) for group in groups for parameter in group["params"]
-                )
+    modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
+    parameters = _views(one for module in modules for one in module.parameters())
+    buffers = _views(one for module in modules for one in module.buffers())
+    given = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+    optimizers = with_inner_optimizers(given)
+    stepped = _views(one for of in optimizers for group in of.param_groups for one in group["params"])
+    moments = _views(one for of in optimizers for _, one in tensor_paths([*of.state.values()]))
     replicated = (parameters | moments) - buffers
-    gated = replicated & (stepped | moments)
-    return {view for view in replicated if view}, {view for view in gated if view}
+    return replicated, replicated & (stepped | moments)
+
+
+def _views(tensors: Iterable[torch.Tensor]) -> set[_View]:
+    return {view for tensor in tensors if (view := view_key(local_of(tensor))) is not None}
 
 
 def view_key(tensor: torch.Tensor) -> _View | None:

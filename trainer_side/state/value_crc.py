@@ -20,13 +20,6 @@ from trainer_side.state.accelerator import StreamEvent
 _DEPTH_MAX = 8
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested mappings, lists and tuples, in order."""
-    for leaf in leaves_in(value, depth):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-
-
 def leaves_in(value: Any, depth: int = 0) -> Iterator[Any]:
     """Yield the values in nested mappings, lists, tuples and dataclasses, in order."""
     if depth < _DEPTH_MAX and isinstance(value, Mapping | list | tuple):

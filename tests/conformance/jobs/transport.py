@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from holdfast.config import TrainerConfig
 from holdfast.image.entries import Extent
 from holdfast.net.address import Address
-from holdfast.net.handshake import Hello
+from holdfast.net.handshake import Hello, JobStart
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from stager.trainers_port import TrainersPort
@@ -271,9 +272,9 @@ def _stager_over_mpi() -> TrainersPort:
 
 
 def _rank_over_mpi() -> RankEnd:
-    from trainer_side.ranks.mpi_world import MpiWorld
+    from trainer_side.ranks.joined import join_world
 
-    world = MpiWorld.join(_SECONDS_MAX)
+    world = join_world(TrainerConfig(start_seconds_max=_SECONDS_MAX))
     return RankEnd(world.port(), world.rank)
 
 
@@ -304,23 +305,20 @@ def _stager_over_tcp(port_file: Path, *, with_tls: bool) -> TrainersPort:
 
 
 def _rank_over_tcp(port_file: Path, rank: int, *, with_tls: bool) -> RankEnd:
-    from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+    from trainer_side.ranks.tcp_stager_port import StagerTarget, connect_to_stager
 
     deadline = time.monotonic() + _SECONDS_MAX
     while not port_file.exists():
         assert time.monotonic() < deadline, "the stager does not listen"
         time.sleep(0.01)
-    port = TcpStagerPort.connect(
-        address=f"127.0.0.1:{port_file.read_text()}",
-        key=_KEY,
+    tls_ca = port_file.with_name("authority.pem") if with_tls else None
+    port = connect_to_stager(
+        TrainerConfig(connections=2, reconnect_seconds_max=1.0, tls_ca=tls_ca),
+        StagerTarget(f"127.0.0.1:{port_file.read_text()}", _KEY),
         rank=rank,
         ranks=RANKS,
-        launch="test",
-        incarnation=_INCARNATION,
-        connections=2,
-        reconnect_seconds_max=1.0,
-        start_seconds_max=_SECONDS_MAX,
-        tls_ca=port_file.with_name("authority.pem") if with_tls else None,
+        start=JobStart("test", _INCARNATION),
+        seconds_max=_SECONDS_MAX,
     )
     return RankEnd(port, rank)
 

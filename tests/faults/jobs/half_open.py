@@ -6,12 +6,14 @@ import logging
 import sys
 import time
 
+from holdfast.config import TrainerConfig
 from holdfast.errors import HoldfastError
 from holdfast.net.address import Address
+from holdfast.net.handshake import JobStart
 from stager.job_listener import JobListener, listen
 from stager.reactor import Reactor
 from stager.tcp import TcpTrainersPort
-from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+from trainer_side.ranks.tcp_stager_port import StagerTarget, connect_to_stager
 
 MESSAGES, EVERY_SECONDS = 30, 1.0
 _PORT = 29_000
@@ -45,16 +47,13 @@ def _stager(host: str) -> None:
 
 
 def _rank(host: str) -> None:
-    port = TcpStagerPort.connect(
-        address=f"{host}:{_PORT}",
-        key=_KEY,
+    port = connect_to_stager(
+        TrainerConfig(connections=1, reconnect_seconds_max=30.0),
+        StagerTarget(f"{host}:{_PORT}", _KEY),
         rank=0,
         ranks=1,
-        launch="test",
-        incarnation=b"1" * 16,
-        connections=1,
-        reconnect_seconds_max=30.0,
-        start_seconds_max=60.0,
+        start=JobStart("test", b"1" * 16),
+        seconds_max=60.0,
     )
     print("joined", flush=True)
     begun = time.monotonic()

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
+from holdfast.config import TrainerConfig
 from holdfast.errors import StoreError
 from tests.integration.jobs.tiers import model, tier_of
 from tests.support.restoring import CountingStore
-from trainer_side.ranks.mpi_world import MpiWorld
+from trainer_side.ranks.joined import join_world
 from trainer_side.restore.restore import restore
 from trainer_side.restore.restore_attempt import RestoreOptions
 from trainer_side.state.per_rank import PerRank
@@ -29,7 +30,7 @@ RESTORE_SECONDS_MAX, START_SECONDS_MAX = 10.0, 1.0
 def main() -> None:
     """Restore, report, begin a job."""
     run, tiers, out = map(Path, sys.argv[1:4])
-    peers = MpiWorld.join().peers()
+    peers = join_world(TrainerConfig()).peers()
     tier, store, live = tier_of(tiers, run, peers.rank), CountingStore(run), model(0)
     state = {"model": live, "own": PerRank({"rank": -1})}
     restored = restore(

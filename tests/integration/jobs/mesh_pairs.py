@@ -15,17 +15,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from holdfast.config import TrainerConfig
 from holdfast.store import open_store
 from tests.integration.jobs.sharded import MESHES, Experts, Net, by_name, differences, state_of_all_ranks
 from trainer_side import PerRank, RngState, init_torch_distributed
-from trainer_side.ranks.mpi_world import MpiWorld
+from trainer_side.ranks.joined import join_world
 from trainer_side.restore.restore import restore
 
 
 def main() -> None:
     out, runs, cases = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     rank, ranks = init_torch_distributed("gloo")
-    peers = MpiWorld.join().peers()
+    peers = join_world(TrainerConfig()).peers()
     torch.set_num_threads(1)
     pairs: dict[str, list[str]] = {}
     for case in cases:

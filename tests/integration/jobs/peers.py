@@ -23,7 +23,7 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import PeerLost
 from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.ranks.ports import World
+from trainer_side.ranks.world import World
 
 DEADLINE_SECONDS = 60.0
 SHORT_SECONDS = 2.0

@@ -21,7 +21,7 @@ from tests.unit.trainer_side.tiers.ranks import Area, laid_out
 from trainer_side.joining import _attempt_beside_stager, _attempt_without_stager, compare_settings
 from trainer_side.link.no_stager import NoStager
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.ranks.ports import World
+from trainer_side.ranks.world import World
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import Tier
 from trainer_side.tiers.tier_inventory import TierInventory, take_inventory

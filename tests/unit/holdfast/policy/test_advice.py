@@ -36,12 +36,6 @@ def test_without_any_loss_the_least_that_keeps_the_bound_is_taken() -> None:
     assert advise(_COST, Hazard(0.0)).every == advise(_COST, Hazard.from_mtbf(0.001)).every
 
 
-def test_where_staged_is_not_enough_the_loss_is_of_the_time_to_durable() -> None:
-    near, far = (advise(_COST, Hazard(1.0), survives_staged=staged) for staged in (True, False))
-    assert near.every == far.every
-    assert far.lost_seconds - near.lost_seconds == pytest.approx(6.0)
-
-
 def test_every_step_reads_as_such() -> None:
     assert advise(Cost(1.0, 0.0, 0.1, 0.1), Hazard(0.0)).describe() == (
         "every step: 0.0 % stall, expected loss 0.6 s per preemption"

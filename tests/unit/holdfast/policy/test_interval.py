@@ -122,11 +122,3 @@ def test_impossible_measurements_are_refused(wrong: dict[str, float], what: str)
 def test_a_bound_that_is_none_is_refused(bound: float) -> None:
     with pytest.raises(ConfigError, match="overhead_max"):
         least_interval(Cost(1.0, 0.1, 0.0, 0.0), bound, every_max=10)
-    with pytest.raises(ConfigError, match="every_max"):
-        least_interval(Cost(1.0, 0.1, 0.0, 0.0), 0.1, every_max=0)
-
-
-@pytest.mark.parametrize(("mtbf_seconds", "at_least"), [(0.0, 1), (math.nan, 1), (10.0, 0), (10.0, 11)])
-def test_an_interval_is_not_chosen_from_nothing(mtbf_seconds: float, at_least: int) -> None:
-    with pytest.raises(ConfigError):
-        best_interval(Cost(1.0, 0.1, 0.0, 0.0), mtbf_seconds, at_least=at_least, every_max=10)

@@ -12,9 +12,8 @@ from holdfast.errors import ConfigError, PeerLost, ProtocolError, StateError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
 from holdfast.wire.frames import decode
-from holdfast.wire.held_regions import HeldRegions, held_rows
 from holdfast.wire.layout_round import LayoutRound, OneSidedRound, pickle_reserve_bytes
-from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.state_messages import Agreement, HeldRegions, Proposal, held_rows
 
 ROWS: list[list[Any]] = [
     ["model/a", "float32", [2, 3], -1],

@@ -15,8 +15,7 @@ from holdfast.parse_cost import inflate_json
 from holdfast.wire import frames as wire
 from holdfast.wire import state_messages
 from holdfast.wire.frames import Frame, Kind
-from holdfast.wire.held_regions import HeldRegions
-from holdfast.wire.state_messages import Agreement, Proposal, ProposalReader
+from holdfast.wire.state_messages import Agreement, HeldRegions, Proposal, ProposalReader
 
 
 def test_proposal_and_agreement_come_back() -> None:

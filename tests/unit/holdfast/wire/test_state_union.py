@@ -12,9 +12,8 @@ from holdfast.errors import ProtocolError, StateError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
 from holdfast.wire.frames import decode
-from holdfast.wire.held_regions import HeldRegions
 from holdfast.wire.layout_round import LayoutRound
-from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.state_messages import Agreement, HeldRegions, Proposal
 from holdfast.wire.state_union import Stage, StateUnion
 
 Tree = dict[Any, Any]

@@ -30,7 +30,7 @@ from trainer_side.notice.gcp import Gcp
 from trainer_side.notice.http import MetadataServer
 from trainer_side.notice.open_sources import find_servers
 from trainer_side.notice.signals import SignalSource
-from trainer_side.notice.source import SourceError
+from trainer_side.notice.watch import SourceError
 
 _SECONDS_MAX = 0.5  # of a question, where the server is to be slower than that
 

@@ -18,8 +18,7 @@ from holdfast.errors import ConfigError
 from holdfast.notices.notice import Notice, NoticeKind
 from tests.support.fake_metadata import AWS_ACTION, AWS_TOKEN, FakeMetadata
 from trainer_side.notice.open_sources import open_watch
-from trainer_side.notice.source import SourceError
-from trainer_side.notice.watch import NoticeWatch, is_first_on_machine
+from trainer_side.notice.watch import NoticeWatch, SourceError, is_first_on_machine
 
 _SECONDS_MAX = 60.0
 
@@ -94,7 +93,7 @@ def test_a_signal_is_passed_on_without_waiting_for_the_next_look() -> None:
     config = TrainerConfig(watch=("sigusr1",), watch_seconds=3600, watch_grace_seconds=7)
     watching = open_watch(config, heard.append, rank=0, environ={})
     assert watching is not None
-    until(lambda: watching.watch.polls.get("sigusr1", 0) == 1)
+    until(lambda: watching.polls.get("sigusr1", 0) == 1)
     before = time.time()
     os.kill(os.getpid(), signal.SIGUSR1)
     until(lambda: heard)
@@ -118,7 +117,7 @@ def test_off_unless_configured_and_one_rank_of_a_machine_asks() -> None:
         assert first is not None
         assert other is not None
         until(lambda: server.asked[AWS_ACTION] > 2)
-        assert other.watch.polls == {}
+        assert other.polls == {}
         assert server.asked[AWS_TOKEN] == 1
         first.close()
         other.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.errors import StateError
 from trainer_side.pace.step_profile import StepProfile
 
 
@@ -51,8 +50,6 @@ def test_a_cost_is_the_median_without_saves_and_without_the_first_checkpoint(
     )  # from start-up to the first step; a page that was swapped in
     checkpoint(profile, clock, 7, added=20.0, stall=20.0, durable=60.0)
     assert not profile.has_cost
-    with pytest.raises(StateError, match="no checkpoint but the first"):
-        profile.cost()
     train(profile, clock, 1.0)
     checkpoint(profile, clock, 9, added=0.5, stall=0.25, durable=4.0)
     cost = profile.cost()
@@ -120,11 +117,8 @@ def test_a_checkpoint_under_way_counts_with_its_time_so_far(profile: StepProfile
     assert profile.cost().durable_seconds == 2.0
 
 
-def test_a_profile_without_measurements_says_so(profile: StepProfile, clock: Clock) -> None:
-    with pytest.raises(
-        StateError, match=r"0 iterations without a checkpoint were measured, expected at least 5; call"
-    ):
-        profile.cost()
+def test_a_profile_without_measurements_has_no_cost(profile: StepProfile, clock: Clock) -> None:
+    assert not profile.has_cost
     train(profile, clock, 1.0)
     profile.record_decline()
     train(profile, clock, 1.0)

@@ -17,7 +17,7 @@ from holdfast.errors import ConfigError
 from tests.support.blocked import environment_without
 from trainer_side.ranks import distributed, joined
 from trainer_side.ranks.joined import join_world, launched_without_mpi
-from trainer_side.ranks.ports import World
+from trainer_side.ranks.world import World
 
 _LAUNCHERS = ("TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "HOLDFAST_", "MASTER_", "LOCAL_")
 _RANKS = {"RANK": "0", "WORLD_SIZE": "2"}

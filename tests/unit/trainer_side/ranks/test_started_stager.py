@@ -14,16 +14,16 @@ from holdfast.net.handshake import JobStart
 from holdfast.own_stager import OwnStagerEndpoint
 from tests.support.restoring import Ranks, ThreadPeers
 from trainer_side.ranks import started_stager
+from trainer_side.ranks.c10d_store import StoreAnnouncements
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.ranks.started_stager import (
     OwnShare,
     StagerStarter,
-    StagerTarget,
     StartedStager,
     living_share,
     starting_ranks,
 )
-from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+from trainer_side.ranks.tcp_stager_port import StagerTarget, TcpStagerPort
 
 RANK_0 = OwnShare()
 NAMED, OWN = "node-9:29411", OwnStagerEndpoint("127.0.0.1:7", "k" * 32)
@@ -96,9 +96,15 @@ class Net:
     ) -> StartedStager:
         config = TrainerConfig.from_sources(**{"store": "/mnt/run", "stager": "own", **settings})
         start = JobStart("launch", b"i" * 16)
-        made = peers or LonePeers()
+        made, announcements = peers or LonePeers(), cast(StoreAnnouncements, self)
         return StartedStager(
-            config, made, start, one_machine=True, announcements=self, own=share, clock=lambda: self.now
+            config,
+            made,
+            start,
+            one_machine=True,
+            announcements=announcements,
+            own=share,
+            clock=lambda: self.now,
         )
 
 

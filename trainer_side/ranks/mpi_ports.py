@@ -1,4 +1,4 @@
-"""Control messages and payloads between a training rank and its stager, over MPI."""
+"""The ports of an MPI job: messages and payloads between a rank and its stager, and messages among the ranks."""
 
 from __future__ import annotations
 
@@ -6,29 +6,21 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from typing import ClassVar
 
 from holdfast.errors import PeerLost, ProtocolError
 from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Kind, data_tag, encode, payload_message_count
-from trainer_side.ranks.mpi import MPI, PAUSE_SECONDS_MIN, lost_peer
+from trainer_side.ranks.mpi import LOST, MPI, PAUSE_SECONDS, lost_peer
 
 _log = logging.getLogger("holdfast.trainer.mpi")
 
-# The stager has timed out. MPI may still count it as alive, and MPI_Finalize would wait for it.
-_stager_timed_out = False
-
-
-def has_stager_timed_out() -> bool:
-    """Whether the stager has timed out, so that MPI must not be finalized."""
-    return _stager_timed_out
-
 
 class MpiStagerPort:
-    """The `StagerPort` of an MPI job. One thread at a time.
-
-    Every method raises `PeerLost` when MPI reports that the stager is dead.
-    """
+    """The `StagerPort` of an MPI job. One thread at a time."""
 
     has_threads = False
+    # Whether a stager has timed out. MPI may still count it as alive, and MPI_Finalize would wait for it.
+    any_timed_out: ClassVar[bool] = False
 
     def __init__(self, control: MPI.Intracomm, stager: int) -> None:
         self._comm, self._stager = control, stager
@@ -103,8 +95,7 @@ class MpiStagerPort:
 
     def disconnect(self, seconds_max: float, *, lost: bool = False) -> None:
         """As `StagerPort.disconnect`. With `lost`, MPI is not finalized at exit."""
-        global _stager_timed_out  # noqa: PLW0603 - MPI is one for the process, too
-        _stager_timed_out = _stager_timed_out or lost
+        MpiStagerPort.any_timed_out |= lost
         if self._has_disconnected:
             return
         self._has_disconnected = True
@@ -115,6 +106,74 @@ class MpiStagerPort:
                 self.poll()
                 for handle in list(self._payloads):
                     self.is_sent(handle)
-                time.sleep(PAUSE_SECONDS_MIN)
+                time.sleep(PAUSE_SECONDS)
         except (PeerLost, ProtocolError) as error:
             _log.debug("left without a good-bye: %s", error)
+
+
+class MpiCouncilPort:
+    """Messages among the trainers (`trainer_side.tiers.commit_votes`). One thread at a time.
+
+    Messages to a rank that MPI reports dead are dropped. Without fault tolerance MPI reports none, and deadlines apply.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self.rank, self.ranks = comm.rank, comm.size
+        self._sending: list[tuple[MPI.Request, bytes, int]] = []
+        self._lost: frozenset[int] = frozenset()
+
+    def send(self, rank: int, message: bytes) -> None:
+        if rank in self._lost:
+            return
+        try:
+            request = self._comm.Isend([message, MPI.BYTE], rank, CONTROL_TAG)
+        except MPI.Exception as error:
+            self._acknowledge_failures(error, rank)
+        else:
+            self._sending.append((request, message, rank))
+
+    def poll(self) -> list[tuple[int, bytes]]:
+        """As `RanksPort.poll`. PeerLost: MPI failed, and not because a rank is dead."""
+        found: list[tuple[int, bytes]] = []
+        status = MPI.Status()
+        try:
+            while self._comm.Iprobe(MPI.ANY_SOURCE, CONTROL_TAG, status):
+                source = status.Get_source()
+                buffer = bytearray(status.Get_count(MPI.BYTE))
+                self._comm.Recv([buffer, MPI.BYTE], source, CONTROL_TAG)
+                found.append((source, bytes(buffer)))
+        except MPI.Exception as error:
+            self._acknowledge_failures(error)
+        in_flight = []
+        for request, message, rank in self._sending:
+            try:
+                if not request.Test() and rank not in self._lost:
+                    in_flight.append((request, message, rank))
+            except MPI.Exception as error:
+                self._acknowledge_failures(error, rank)
+        self._sending = in_flight
+        return found
+
+    def lost_ranks(self) -> frozenset[int]:
+        return self._lost
+
+    def flush(self, seconds_max: float) -> None:
+        deadline = time.monotonic() + seconds_max
+        while self._sending and time.monotonic() < deadline:
+            self.poll()
+            time.sleep(PAUSE_SECONDS)
+
+    def _acknowledge_failures(self, error: MPI.Exception, rank: int | None = None) -> None:
+        """Acknowledge dead ranks, so that ANY_SOURCE probes work again."""
+        if error.Get_error_class() not in LOST:
+            raise lost_peer(error, "a training rank") from error
+        try:
+            self._comm.Ack_failed(self._comm.size)
+            failed = self._comm.Get_failed()
+            dead = failed.Translate_ranks(None, self._comm.Get_group())
+        except (NotImplementedError, MPI.Exception):
+            raise lost_peer(error, "a training rank") from error
+        self._lost |= frozenset(int(one) for one in dead if one >= 0) | (
+            {rank} if rank is not None else set()
+        )
