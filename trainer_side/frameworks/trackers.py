@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.frameworks.missing import missing_framework
 from trainer_side.trackers import mlflow_tracker, tensorboard_tracker, wandb_tracker
-from trainer_side.trackers.mark import Mark
-from trainer_side.trackers.start_point import StartPoint
-from trainer_side.trackers.tracker import Tracker
+from trainer_side.trackers.tracker import Mark, StartPoint, Tracker
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -3,11 +3,9 @@
     restore() ─► Checkpointer.track ─► StartPoint ─► the tracker's run resumes; each later checkpoint has its id
     events of this rank (save, staged, durable, …) ─► marking, on its own thread ─► Mark ─► each Tracker
 
-tracker              the interface of a tracker, and the null tracker of ranks other than 0
-start_point          where training resumes
-mark                 one fact about checkpoints, at a training step
+tracker              the interface of a tracker, its null tracker, where training resumes, one fact about checkpoints
 marking              collects the marks, and sends them
-wandb_tracker        W&B.   logged_steps: the steps that an offline run has logged
+wandb_tracker        W&B, and the steps that an offline run of it has logged
 tensorboard_tracker  TensorBoard
 mlflow_tracker       MLflow
 

@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from trainer_side.trackers.mark import Mark
-from trainer_side.trackers.tracker import Tracker
+from trainer_side.trackers.tracker import Mark, Tracker
 
 _log = logging.getLogger("holdfast.trainer")
 

@@ -10,9 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer_side.trackers.mark import PREFIX, Mark
-from trainer_side.trackers.start_point import StartPoint
-from trainer_side.trackers.tracker import Tracker
+from trainer_side.trackers.tracker import PREFIX, Mark, StartPoint, Tracker
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

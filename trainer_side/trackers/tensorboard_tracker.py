@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_side.trackers.mark import Mark
-from trainer_side.trackers.start_point import StartPoint
-from trainer_side.trackers.tracker import Tracker
+from trainer_side.trackers.tracker import Mark, StartPoint, Tracker
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
