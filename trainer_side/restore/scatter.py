@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -190,7 +190,11 @@ class Scatter(Exchange):
         kept in memory.
         """
         peers, image = self._peers, self._image
-        mine = [_row(region) for index in sorted(targets) for region in targets[index].regions]
+        mine = [
+            (one.entry, one.base, one.shape, one.item_bytes, *one.region)
+            for index in sorted(targets)
+            for one in targets[index].regions
+        ]
         own_rows = json.dumps(mine).encode()
         spans = {index: _chunks(image, index) for index in targets}
         near = {index for index, span in spans.items() if any(chunk in own for chunk in span)}
@@ -272,11 +276,6 @@ def _readers(chunks: int, needed: Collection[int], peers: Peers) -> np.ndarray:
         readers[(bits == 1) & (seen == chosen)] = rank
         seen += bits
     return readers
-
-
-def _row(region: RegionTarget) -> list[Any]:
-    shape, item_bytes, (start, size) = region.comb_args
-    return [region.entry, region.base, list(shape), item_bytes, list(start), list(size)]
 
 
 def _chunks(image: ImageMap, entry: int) -> range:

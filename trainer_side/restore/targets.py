@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -37,16 +38,20 @@ class RegionTarget:
 
     entry: int  # that holds the tensor
     base: int  # where in the entry the tensor begins
-    comb: Comb  # where the region's bytes lie in the tensor
-    comb_args: tuple[
-        tuple[int, ...], int, Region
-    ]  # what the comb is made of: shape, bytes of an element, region
+    shape: tuple[int, ...]  # of the tensor
+    item_bytes: int
+    region: Region
     memory: np.ndarray  # of the host, as bytes; empty if the region is read into a device
     # The memory as a tensor of the region's shape, and the tensor to copy it to; None: `memory` is the live tensor's.
     copies: tuple[torch.Tensor, torch.Tensor] | None = None
     device: torch.Tensor | None = None  # memory of the region, as bytes
     # The bytes can be read into the tensor itself on its device: it is not in use yet and has their memory order.
     is_fresh: bool = False
+
+    @functools.cached_property
+    def comb(self) -> Comb:
+        """Where the region's bytes lie in the tensor."""
+        return Comb(self.shape, self.item_bytes, self.region)
 
     def put(self, entry_offset: int, source: np.ndarray) -> None:
         """Copy the region's bytes from `source`, which begins `entry_offset` bytes into the entry."""
@@ -94,10 +99,10 @@ def whole_entry(entry: int, storage: torch.UntypedStorage) -> RegionTarget:
     """Return a target for all of an entry, in a storage of the entry's size."""
     memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     nbytes = storage.nbytes()
-    comb_args = ((nbytes,), 1, Region((0,), (nbytes,)))
+    whole = (nbytes,), 1, Region((0,), (nbytes,))
     if memory.device.type != "cpu":
-        return RegionTarget(entry, 0, Comb(*comb_args), comb_args, np.empty(0, np.uint8), device=memory)
-    return RegionTarget(entry, 0, Comb(*comb_args), comb_args, memory.numpy())
+        return RegionTarget(entry, 0, *whole, np.empty(0, np.uint8), device=memory)
+    return RegionTarget(entry, 0, *whole, memory.numpy())
 
 
 @dataclass(frozen=True)
@@ -149,9 +154,8 @@ class Claims:
             tuple(held.region.start[dimension] for dimension in order),
             tuple(held.region.size[dimension] for dimension in order),
         )
-        comb_args = (tuple(saved.shape[dimension] for dimension in order), item_bytes, region)
-        comb = Comb(*comb_args)
         base = int(saved.storage_offset()) * item_bytes
+        place = entry, base, tuple(saved.shape[dimension] for dimension in order), item_bytes, region
         begin = local.data_ptr()
         span = (begin, begin + local.numel() * local.element_size())
         source = (entry, base, tuple(order), region)
@@ -164,13 +168,11 @@ class Claims:
         is_in_place = is_same_layout and (on_cpu or not self._live) and self._claim(span)
         if is_in_place and on_cpu:
             self._sources[span] = source
-            self.nbytes += comb.nbytes
-            return RegionTarget(entry, base, comb, comb_args, _bytes_of(local))
+            self.nbytes += region.numel * item_bytes
+            return RegionTarget(*place, _bytes_of(local))
         read = torch.empty(region.size, dtype=saved.dtype, device="cpu")
         shaped = read.as_strided(local.shape, _strides(held.region.size, order))
-        return RegionTarget(
-            entry, base, comb, comb_args, _bytes_of(read), (shaped, local), is_fresh=is_in_place
-        )
+        return RegionTarget(*place, _bytes_of(read), (shaped, local), is_fresh=is_in_place)
 
     def _claim(self, span: tuple[int, int]) -> bool:
         place = bisect.bisect_left(self._spans, span)
