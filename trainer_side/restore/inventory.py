@@ -27,7 +27,7 @@ from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.wire.frames import peer_error
 from trainer_side.ranks.deadlines import within
-from trainer_side.ranks.peers import Peers, agree, gather, raise_agreed
+from trainer_side.ranks.peers import Peers, gather, raise_agreed
 from trainer_side.restore.choice import (
     NEARNESS_OF_RING,
     RING,
@@ -62,9 +62,8 @@ _NEARNESS = {
 class TierListing:
     """The slices that all ranks have found."""
 
-    own: list[tuple[SliceKeeper, SealedSlice]] = field(
-        default_factory=list
-    )  # of this rank, by `Holder.number`
+    # Of this rank, by `Holder.number`.
+    own: list[tuple[SliceKeeper, SealedSlice]] = field(default_factory=list)
     holders: list[Holder] = field(default_factory=list)
     # Why tiers of any rank could not be listed, and damage in them.
     problems: list[str] = field(default_factory=list)
@@ -92,6 +91,19 @@ class TierListing:
         raise_agreed(peers, problem)
         assert layout is not None
         return layout
+
+
+def ask_rank_0(peers: Peers, ask: Callable[[], bytes]) -> bytes:
+    """Return rank 0's answer on every rank. Collective. HoldfastError: `ask` raised it on rank 0; on every rank."""
+    answer: bytes | None = None
+    failed: HoldfastError | None = None
+    if peers.rank == 0:
+        try:
+            answer = ask()
+        except HoldfastError as error:
+            failed = error
+    raise_agreed(peers, failed)
+    return peers.broadcast(answer)
 
 
 def list_tiers(
@@ -122,9 +134,8 @@ def list_tiers(
     if peers.all_agree(not tiers):
         return found
     names = [tier.name for tier in tiers if tier.nearness is not Nearness.RING]
-    mine = json.dumps(
-        [[_row(tier, kept) for tier, kept in found.own], problems, [socket.gethostname(), names]]
-    ).encode()
+    rows = [_row(tier, kept) for tier, kept in found.own]
+    mine = json.dumps([rows, problems, [socket.gethostname(), names]]).encode()
     for rank, message in enumerate(gather(peers, mine)):
         rows, problems_there, (host, tiers_there) = json.loads(message)
         found.problems += [what for what, _ in problems_there]
@@ -211,18 +222,14 @@ class StoreListing:
 
     def manifest(self, number: int, peers: Peers) -> Manifest:
         """Return the manifest with this number. Collective."""
-        mine: Manifest | None = None
-        failed: HoldfastError | None = None
-        if peers.rank == 0:
-            try:
-                mine = self._manifest(number)
-            except HoldfastError as error:
-                failed = error
-        raise_agreed(peers, failed)
-        if mine is not None and peers.ranks == 1:
-            return mine
-        data = peers.broadcast(mine.to_bytes() if mine is not None else None)
-        return mine or Manifest.from_bytes(data, source="the store (from rank 0)")
+        found: list[Manifest] = []  # on rank 0
+
+        def ask() -> bytes:
+            found.append(self._manifest(number))
+            return b"" if peers.ranks == 1 else found[0].to_bytes()
+
+        data = ask_rank_0(peers, ask)
+        return found[0] if found else Manifest.from_bytes(data, source="the store (from rank 0)")
 
     # -- on rank 0
 
@@ -253,25 +260,21 @@ class StoreListing:
         self, peers: Peers, read: Callable[[Store], list[StoreCandidate]]
     ) -> HoldfastError | None:
         """Call `read` on rank 0, and broadcast the result. Returns the error if the store does not answer."""
-        message = b""
-        failed: HoldfastError | None = None
-        store_error: HoldfastError | None = None
-        if peers.rank == 0:
+        store_errors: list[StoreError] = []  # on rank 0
+
+        def ask() -> bytes:
             try:
                 rows = [] if self._store is None else _query_store(read, self._store, self._seconds_max)
-                unread = self._unread_manifests[0][1].order if self._unread_manifests else None
-                rewinds = (
-                    [one.model_dump(mode="json") for one in self.branches.rewinds] if self.branches else []
-                )
-                message = json.dumps([rows, unread, self.newest, self.older_branch_count, rewinds]).encode()
             except StoreError as error:
-                store_error, message = error, json.dumps({"code": error.code, "text": str(error)}).encode()
-            except HoldfastError as error:
-                failed = error
-        raise_agreed(peers, failed)
-        answer = json.loads(peers.broadcast(message if peers.rank == 0 else None))
+                store_errors.append(error)
+                return json.dumps({"code": error.code, "text": str(error)}).encode()
+            unread = self._unread_manifests[0][1].order if self._unread_manifests else None
+            rewinds = [one.model_dump(mode="json") for one in self.branches.rewinds] if self.branches else []
+            return json.dumps([rows, unread, self.newest, self.older_branch_count, rewinds]).encode()
+
+        answer = json.loads(ask_rank_0(peers, ask))
         if isinstance(answer, dict):
-            return store_error or peer_error(answer["code"], f"rank 0: {answer['text']}")
+            return next(iter(store_errors), None) or peer_error(answer["code"], f"rank 0: {answer['text']}")
         rows, unread, newest, self.older_branch_count, rewinds = answer
         if self.branches is None and rewinds:
             self.branches = Branches(map(Rewind.model_validate, rewinds))
@@ -322,22 +325,21 @@ def newest_attempt(
     """
     found = list_tiers(tiers, peers, seconds_max=seconds_max)
     newest = max((holder.key.attempt for holder in found.holders), default=0)
-    stored_attempt, error = 0, None
-    if peers.rank == 0 and store is not None:
+
+    def ask() -> bytes:
         try:
-            stored_attempt = _query_store(newest_of_store, store, seconds_max)
+            return b"0" if store is None else b"%d" % _query_store(newest_of_store, store, seconds_max)
         except StoreMissing:
-            stored_attempt = 0
-        except StoreError as refused:
+            return b"0"
+        except StoreError as error:
             if not without_store:
-                error = refused
-            else:
-                _log.warning(
-                    "the store does not answer, so the newest attempt is the newest that the local tiers have: %s",
-                    refused,
-                )
-    agree(peers, error)
-    return max(newest, int(peers.broadcast(b"%d" % stored_attempt if peers.rank == 0 else None)))
+                raise
+            _log.warning(
+                "the store does not answer, so the newest attempt is the newest that the local tiers have: %s", error
+            )
+            return b"0"
+
+    return max(newest, int(ask_rank_0(peers, ask)))
 
 
 class CandidateListing:
@@ -357,11 +359,8 @@ class CandidateListing:
         set_aside: Collection[CheckpointId] = (),
         places: Sequence[RankPlace] = (),
     ) -> None:
-        self._places = places
-        self._holders = holders
-        self._store_listing = store_listing
-        self._peers = peers
-        self._set_aside = set_aside
+        self._store_listing, self._peers = store_listing, peers
+        self._holders, self._places, self._set_aside = holders, places, set_aside
         self._older_branches: list[Candidate | SkippedCheckpoint] = []
         if store_listing.branches is not None:
             self._holders = [
@@ -373,10 +372,9 @@ class CandidateListing:
                     f"the run was rewound to {fork}, and checkpoints of older branches are not restored; "
                     "`holdfast rewind --to` goes back to one of them"
                 )
+                was_complete = store_listing.step is None
                 self._older_branches = [
-                    SkippedCheckpoint(
-                        fork.attempt, fork.step, reason, was_complete=store_listing.step is None
-                    )
+                    SkippedCheckpoint(fork.attempt, fork.step, reason, was_complete=was_complete)
                 ]
 
     def __iter__(self) -> Iterator[Candidate | SkippedCheckpoint]:

@@ -36,7 +36,7 @@ from trainer_side.restore.choice import STORE, Candidate, WantedBest
 from trainer_side.restore.device_memory import allocate_on_device
 from trainer_side.restore.device_sections import DeviceSections, PinnedAllocator
 from trainer_side.restore.exchange import check_received
-from trainer_side.restore.inventory import StoreListing, TierListing
+from trainer_side.restore.inventory import StoreListing, TierListing, ask_rank_0
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.loading import check_state_fits, live_trees, load, may_refuse, open_per_rank
 from trainer_side.restore.narrowing import StageNames, narrow, needs_all_names
@@ -46,7 +46,6 @@ from trainer_side.restore.read_plan import (
     ReadPlan,
     StoredFile,
     agree_on_plan,
-    cores_to_use,
     store_units,
 )
 from trainer_side.restore.reading import Reading, ReadOptions, SourceUsage, read
@@ -259,16 +258,7 @@ class RestoreAttempt:
         assert self._manifest is not None
         assert job.store is not None
         self._image = self._manifest
-        data, error = b"", None
-        if self._peers.rank == 0:
-            try:
-                data = read_structure_bytes(job.store, self._manifest)
-            except HoldfastError as refused:
-                error = refused
-        data = self._peers.broadcast(data if self._peers.rank == 0 else None)
-        if not data:
-            raise_agreed(self._peers, error)
-        return data
+        return ask_rank_0(self._peers, functools.partial(read_structure_bytes, job.store, self._manifest))
 
     def _open_slices(self) -> bytes:
         job, candidate = self._job, self._candidate
@@ -300,16 +290,15 @@ class RestoreAttempt:
         assert job.store is not None
         origins = {STORE: StoredFile(job.store, manifest)}
         units = store_units(manifest, self._peers.ranks, self._plan.unshared)
-        threads, seconds_max = job.options.threads, job.options.seconds_max
-        read_options = ReadOptions(threads, seconds_max, self._device_sections)
+        seconds_max = job.options.seconds_max
+        read_options = ReadOptions(job.options.threads, seconds_max, self._device_sections)
         self._reading = read(manifest, units, origins, shared, self._peers, read_options)
         raise_agreed(self._peers, self._reading.error)
         if own:
             left = seconds_max - self._reading.seconds["read"]
             scatter = Scatter(manifest, own, self._peers, self._device_sections)
-            parts = read(
-                manifest, scatter, origins, own, self._peers, read_options._replace(seconds_max=left)
-            )
+            read_options = read_options._replace(seconds_max=left)
+            parts = read(manifest, scatter, origins, own, self._peers, read_options)
             self._reading.add(parts)
             raise_agreed(self._peers, parts.error)
         self._seconds.update(self._reading.seconds)
@@ -317,7 +306,7 @@ class RestoreAttempt:
             return
         begun = time.monotonic()
         sums = {**self._reading.sums, **self._reading.received}
-        error = check_received(manifest, units, shared, sums, self._peers, threads=threads or cores_to_use())
+        error = check_received(manifest, units, shared, sums, self._peers, threads=job.options.threads)
         self._seconds["check"] = time.monotonic() - begun
         raise_agreed(self._peers, error)
 
@@ -337,11 +326,8 @@ class RestoreAttempt:
 
         def load_all() -> None:
             # From here on only the tree holds bytes outside live memory, so that loading an object frees its part.
-            self._structure, self._plan, self._placed_parts = (
-                None,
-                ReadPlan(),
-                PlacedParts({}, frozenset(), 0),
-            )
+            self._structure, self._plan = None, ReadPlan()
+            self._placed_parts = PlacedParts({}, frozenset(), 0)
             in_place, on_host = self._in_place, self._offloaded
             values.update(load(job.state, self._live, tree, in_place=in_place, on_host=on_host))
 
@@ -383,12 +369,10 @@ class RestoreAttempt:
             tier, kept = job.tier_listing.own[one.number]
             if not tier.keeps_proofs or (rank, one.tier) in job.hanging:
                 continue
-            read_proof = functools.partial(tier.proof, kept)
+            read_proof, seconds_max = functools.partial(tier.proof, kept), job.options.seconds_max * HANGING_SHARE
             digest, problem = None, ""
             try:
-                digest = within(
-                    read_proof, job.options.seconds_max * HANGING_SHARE, name="holdfast-tier-proof"
-                )
+                digest = within(read_proof, seconds_max, name="holdfast-tier-proof")
             except (HoldfastError, OSError) as error:  # includes the TimeoutError of a hanging device
                 problem = f"rank {rank}: tier {one.tier}: {error}"
             proof = KeptProof(one.slice_rank, one.key.ranks, digest, problem)
@@ -424,13 +408,12 @@ class RestoreAttempt:
                 self._peers.ranks,
             )
         if self._peers.rank == 0:
-            took = sum(self._seconds.values())
             # A warning, so that a script that does not configure logging shows that the job resumed.
             _log.warning(
                 "resumed from step %d, attempt %d, in %.1f s%s",
                 self._candidate.step,
                 self._candidate.attempt,
-                took,
+                sum(self._seconds.values()),
                 f", from {', '.join(places)}" if places else "",
             )
             _log.info(
