@@ -166,8 +166,8 @@ class MappedFile:
         if not missing_bytes(self.path):
             populate(self._address, len(self._view), write=False)
 
-    def make(self, offset: int, nbytes: int, *, background: bool, stopped: Callable[[], bool]) -> None:
-        make_pages(self._map, offset, nbytes, background=background, stopped=stopped)
+    def make(self, offset: int, nbytes: int, stopped: Callable[[], bool] | None) -> None:
+        make_pages(self._map, offset, nbytes, stopped)
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:
         return self._view[offset : offset + nbytes]

@@ -14,10 +14,10 @@ import contextlib
 import logging
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -158,9 +158,7 @@ class SlotFiles:
             medium.close()
             raise
 
-        def make(slot: int, stopped: threading.Event) -> None:
-            self._make_pages(path, medium, found.superblock, slot, background=True, stopped=stopped.is_set)
-
+        make = partial(self._make_pages, path, medium, found.superblock)
         what = f"rank {found.superblock.rank}: not all slots are made"
         opened = OpenSlots(
             file,
@@ -217,9 +215,7 @@ class SlotFiles:
         later = [slot for slot in missing if slot in free[1:]]
         for slot in missing:
             if slot not in later:
-                self._make_pages(
-                    path, medium, found.superblock, slot, background=False, stopped=lambda: False
-                )
+                self._make_pages(path, medium, found.superblock, slot, None)
         return later
 
     def _make_pages(
@@ -228,9 +224,7 @@ class SlotFiles:
         medium: Medium,
         superblock: Superblock,
         slot: int,
-        *,
-        background: bool,
-        stopped: Callable[[], bool],
+        stopped: Callable[[], bool] | None,
     ) -> None:
         assert isinstance(medium, MappedFile)
         begin, end = _span(superblock, slot)
@@ -238,7 +232,7 @@ class SlotFiles:
         if free is not None and free < min(end - begin, missing_bytes(path)):
             raise self._no_room(superblock, f"too full for slot {slot}")
         try:
-            medium.make(begin, end - begin, background=background, stopped=stopped)
+            medium.make(begin, end - begin, stopped)
         except OSError as error:
             raise self._no_room(superblock, f"slot {slot}: {error.strerror}") from error
 
@@ -309,6 +303,7 @@ class SlotFiles:
             return least
         in_flight = _IN_FLIGHT_TRIED if self._slots is None else (least.in_flight,)
         writers = _WRITERS_TRIED if self._writers is None else (least.writers,)
+        profiles = [TierProfile(count, threads) for count in in_flight for threads in writers]
         scratch = self._place.directory / f"rank-{rank:05}.slots.new"
         free = free_bytes(scratch)
         if free is None or free < 2 * SCRATCH_BYTES:
@@ -322,12 +317,8 @@ class SlotFiles:
                 finally:
                     os.close(file)
                     scratch.unlink()
-                try:
-                    return measure(
-                        medium, [TierProfile(count, threads) for count in in_flight for threads in writers]
-                    )
-                finally:
-                    medium.close()
+                with contextlib.closing(medium):
+                    return measure(medium, profiles)
         except HoldfastError as error:
             _log.warning("tier %s: the device could not be measured: %s", self._name, error)
             return least
@@ -395,19 +386,9 @@ def _write(medium: Medium, view: memoryview, profile: TierProfile) -> None:
     blocks = _blocks_per_slice(profile)
 
     def one_slice(number: int) -> None:
-        left = iter(range(number * blocks, (number + 1) * blocks))
-        taking = threading.Lock()
-
-        def writer(_: int) -> None:
-            while True:
-                with taking:
-                    block = next(left, None)
-                if block is None:
-                    return
-                medium.write(block * _BLOCK_BYTES, view)
-
+        slice_blocks = range(number * blocks, (number + 1) * blocks)
         with ThreadPoolExecutor(profile.writers) as writers:
-            list(writers.map(writer, range(profile.writers)))
+            list(writers.map(lambda block: medium.write(block * _BLOCK_BYTES, view), slice_blocks))
         medium.flush()
 
     with ThreadPoolExecutor(profile.in_flight) as slices:
