@@ -13,6 +13,7 @@ device are received into a page-locked window, and each message is transferred f
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from holdfast.image.entries import Extent
 from holdfast.image.regions import Comb, Region
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import STORE
-from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow
+from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow, aligned
 from trainer_side.restore.exchange import Exchange
 from trainer_side.restore.read_plan import Unit
 from trainer_side.restore.structure import ImageMap
@@ -36,6 +37,7 @@ _AHEAD = _PACKED_MAX + 2  # own chunks that are read and packed but not yet sent
 _INCOMING_MAX = 16  # receives in flight; those into host memory need no memory of their own
 _INCOMING_BYTES_MAX = 64 << 20  # of receives in flight for a device
 _CRC_BYTES = 4
+_NO_BYTES = np.empty(0, np.uint8)
 
 
 class NeededRegion(NamedTuple):
@@ -167,7 +169,7 @@ class Scatter(Exchange):
             self._section = self._device_sections.window(
                 max(self._largest, min(_INCOMING_MAX * self._largest, _INCOMING_BYTES_MAX))
             )
-        begin = _aligned(self._section_end) + first % WIDEST_BYTES
+        begin = aligned(self._section_end) + first % WIDEST_BYTES
         self._section_end = begin + end - first
         self._parts.append(SectionPart(region.device, first, begin, end - first))
         return self._section.bytes[begin : self._section_end]
@@ -175,7 +177,7 @@ class Scatter(Exchange):
     def _device_bytes(self, chunk: int) -> int:
         """Return the most space in a window that the received bytes of one chunk take."""
         runs = [end - first for region, first, end in self._runs(chunk) if region.device is not None]
-        return sum(_aligned(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
+        return sum(aligned(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
 
     def _range_in_chunk(self, entry: int, base: int, comb: Comb, chunk: int) -> tuple[int, int]:
         begin = chunk * self._image.chunk_bytes - self._image.entries[entry].offset - base
@@ -221,12 +223,10 @@ class Scatter(Exchange):
                         wanted.setdefault(chunk, {}).setdefault(root, []).append(name)
         found: dict[int, list[tuple[tuple[int, ...], list[NeededRegion]]]] = {}
         for chunk, of_ranks in wanted.items():
-            same_names: dict[tuple[str, ...], list[int]] = {}
+            alike: dict[tuple[str, ...], list[int]] = {}
             for rank, names in of_ranks.items():
-                same_names.setdefault(tuple(names), []).append(rank)
-            found[chunk] = [
-                (tuple(ranks), [known[name] for name in names]) for names, ranks in same_names.items()
-            ]
+                alike.setdefault(tuple(names), []).append(rank)
+            found[chunk] = [(tuple(ranks), [known[name] for name in names]) for names, ranks in alike.items()]
         return found
 
     def _parcels(self, chunk: int) -> list[_Parcel]:
@@ -240,8 +240,7 @@ class Scatter(Exchange):
             return self._packed[chunk]
 
     def _make_parcels(self, chunk: int, place: int) -> list[_Parcel]:
-        parcels: list[tuple[tuple[int, ...], list[tuple[NeededRegion, int, int]], list[int]]] = []
-        nbytes = 0
+        parcels: list[_Parcel] = []
         for ranks, needed_regions in self._needed_regions[chunk]:
             placed: list[tuple[NeededRegion, int, int]] = []
             sizes: list[int] = []
@@ -249,16 +248,12 @@ class Scatter(Exchange):
                 first, end = self._range_in_chunk(needed.entry, needed.base, needed.comb, chunk)
                 placed.append((needed, sum(sizes), first))
                 sizes.append(end - first)
-            parcels.append((ranks, placed, sizes))
-            nbytes += sum(sizes) + _CRC_BYTES
-        if place not in self._memory or len(self._memory[place]) < nbytes:
-            self._memory[place] = np.empty(nbytes, np.uint8)
-        packed, begin = [], 0
-        for ranks, placed, sizes in parcels:
-            end = begin + sum(sizes) + _CRC_BYTES
-            packed.append(_Parcel(ranks, placed, sizes, self._memory[place][begin:end]))
-            begin = end
-        return packed
+            parcels.append(_Parcel(ranks, placed, sizes, _NO_BYTES))
+        ends = [*itertools.accumulate(sum(parcel.sizes) + _CRC_BYTES for parcel in parcels)]
+        if place not in self._memory or len(self._memory[place]) < ends[-1]:
+            self._memory[place] = np.empty(ends[-1], np.uint8)
+        pieces = np.split(self._memory[place][: ends[-1]], ends[:-1])
+        return [parcel._replace(memory=piece) for parcel, piece in zip(parcels, pieces, strict=True)]
 
 
 def _readers(chunks: int, needed: Collection[int], peers: Peers) -> np.ndarray:
@@ -283,10 +278,6 @@ def _chunks(image: ImageMap, entry: int) -> range:
     return range(
         place.offset // image.chunk_bytes, (place.offset + max(place.nbytes, 1) - 1) // image.chunk_bytes + 1
     )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // WIDEST_BYTES) * WIDEST_BYTES
 
 
 def _pieces(memory: np.ndarray, sizes: Sequence[int] = ()) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -161,9 +162,7 @@ class Claims:
         source = (entry, base, tuple(order), region)
         if self._sources.get(span) == source:
             return None
-        is_same_layout = (
-            order == sorted(order) and local.dtype == saved.dtype and not (local.is_conj() or local.is_neg())
-        )
+        is_same_layout = order == sorted(order) and same_bits(saved, local)
         on_cpu = local.device.type == "cpu"
         is_in_place = is_same_layout and (on_cpu or not self._live) and self._claim(span)
         if is_in_place and on_cpu:
@@ -201,6 +200,11 @@ def copy_regions(targets: Iterable[ScatterTarget]) -> None:
                     of.append(read)
         for to, of in on_device.values():
             torch._foreach_copy_(to, of)  # one launch, or a few
+
+
+def same_bits(read: torch.Tensor, local: torch.Tensor) -> bool:
+    """Whether a copy of the bytes to a live tensor is a copy of the values."""
+    return local.dtype == read.dtype and not (local.is_conj() or local.is_neg())
 
 
 def _order(path: str, saved: torch.Tensor) -> list[int]:
@@ -259,9 +263,8 @@ class EntryTarget(NamedTuple):
     @classmethod
     def of(cls, storage: torch.UntypedStorage) -> EntryTarget:
         """The memory of a CPU storage; the view keeps the storage alive."""
-        return cls(
-            storage.data_ptr(), torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().data
-        )
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        return cls(storage.data_ptr(), memory.numpy().data)
 
     def put(self, entry_offset: int, address: int, view: memoryview) -> None:
         """Copy `view`, which begins `entry_offset` bytes into the entry. Any thread."""
@@ -341,10 +344,11 @@ class ChunkWindows:
         `extents`: The extents, ascending; they lie back to back from `offset` of the source on. `wanted`: Only parts of
         entries within these extents are returned; by default all.
         """
-        end = offset + sum(extent.nbytes for extent in extents)
+        *befores, nbytes = itertools.accumulate((extent.nbytes for extent in extents), initial=0)
+        end = offset + nbytes
         pieces = [
             (before + part.offset - extent.offset, part)
-            for before, extent in _positions(extents)
+            for before, extent in zip(befores, extents, strict=True)
             for needed in ((extent,) if wanted is None else _overlaps(extent, wanted))
             for part in self._parts_between(needed.offset, needed.end)
         ]
@@ -357,9 +361,8 @@ class ChunkWindows:
                 position, part = pieces[first]
                 skipped = max(0, low - position)
                 nbytes = min(position + part.nbytes, high) - position - skipped
-                parts.append(
-                    EntryPart(part.offset + skipped, nbytes, part.entry, part.entry_offset + skipped)
-                )
+                place = part.entry, part.entry_offset + skipped
+                parts.append(EntryPart(part.offset + skipped, nbytes, *place))
                 begins.append(position + skipped - low)
                 if position + part.nbytes > high:
                     break
@@ -377,14 +380,6 @@ class ChunkWindows:
             stop = min(end, entry.offset + entry.nbytes)
             found.append(EntryPart(offset, stop - offset, index, offset - entry.offset))
         return found
-
-
-def _positions(extents: Sequence[Extent]) -> Iterator[tuple[int, Extent]]:
-    """Yield each extent with the number of bytes before it."""
-    position = 0
-    for extent in extents:
-        yield position, extent
-        position += extent.nbytes
 
 
 def _overlaps(extent: Extent, wanted: Sequence[Extent]) -> Iterator[Extent]:
