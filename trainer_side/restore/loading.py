@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -165,11 +165,8 @@ def _tensor_dicts(value: Any) -> list[dict[Any, Any]]:
     if isinstance(value, torch.nn.Module):
         return [holder for module in value.modules() for holder in (module._parameters, module._buffers)]
     if isinstance(value, Optimizer):
-        return [
-            holder
-            for holder in (value.state, *value.state.values(), *value.param_groups)
-            if isinstance(holder, dict)
-        ]
+        holders = (value.state, *value.state.values(), *value.param_groups)
+        return [holder for holder in holders if isinstance(holder, dict)]
     return []
 
 
@@ -237,13 +234,13 @@ def check_state_fits(
             "so that the object can be restored"
         )
     mismatches = [
-        describe_mismatch(name, value, tree[name], ranks=ranks)
+        wrong
         for name, value in state.items()
-        if name in tree
+        if name in tree and (wrong := describe_mismatch(name, value, tree[name], ranks=ranks))
     ]
-    if any(mismatches):
+    if mismatches:
         raise StateError(
-            f"step {step}: {_few([other for other in mismatches if other])}; pass the objects that were saved, or "
+            f"step {step}: {_few(mismatches)}; pass the objects that were saved, or "
             "give new ones another name and restore with may_lack; nothing was loaded"
         )
     extra = [name for name in tree if name not in state]
@@ -357,14 +354,15 @@ def load(
     that differ are logged. StateError: an object refused its state.
     """
     values: dict[str, Any] = {}
-    names = [
-        name for name, value in sorted(state.items(), key=lambda item: _load_order(item[1])) if name in tree
-    ]
+    names = [name for name in sorted(state, key=lambda name: _load_order(state[name])) if name in tree]
     for turn, name in enumerate(names):
         value, saved = state[name], tree.pop(name)
         try:
-            if isinstance(value, PerRank):
-                _load_per_rank(name, value, saved)
+            if isinstance(value, PerRank) and _loadable(value.value):
+                _load_object(name, value.value, saved, {})
+            elif isinstance(value, PerRank):
+                with _name_refusals(name, value.value):
+                    value.load(saved)
             elif isinstance(value, torch.Tensor):
                 if saved is not value:  # a DTensor
                     with writable(value):
@@ -410,24 +408,12 @@ def _describe_progress(names: list[str], refused: int, in_place: Collection[str]
     return "; ".join([*texts, "do not train on with this state"])
 
 
-def _load_per_rank(name: str, value: PerRank, saved: Any) -> None:
-    if _loadable(value.value):
-        _load_object(name, value.value, saved, {})
-        return
-    with _name_refusals(name, value.value):
-        value.load(saved)
-
-
 def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collection[int] = ()) -> None:
     by_torch, is_optimizer = is_loaded_by_torch(value, saved), isinstance(value, Optimizer)
     rollback = nullcontext() if by_torch else rolled_back_on_error(value, live)
     lists = same_group_lists(value) if is_optimizer else nullcontext()
     with _name_refusals(name, value), rollback:
-        optimizers = optimizers_of({name: value})
-        casts: AbstractContextManager[list[Optimizer]] = nullcontext([])
-        if optimizers:
-            casts = uncasting(optimizers, on_host)
-        with casts as done, lists, writable(value):
+        with uncasting(optimizers_of({name: value}), on_host) as done, lists, writable(value):
             value.load_state_dict(saved)
         if is_optimizer and not done:
             uncast(value, saved, only_casts=True)  # its own loading may cast as torch's does

@@ -13,6 +13,7 @@ and the order on every rank fit.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -22,7 +23,7 @@ import torch
 
 from holdfast.errors import StateError
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.restore.joining_by_name import LIKE_PARAMETERS
+from trainer_side.restore.joining_by_name import LIKE_PARAMETERS, renumbered_state
 from trainer_side.state.optimizer_places import is_optimizer_dict, numbers_of, parameter_names
 from trainer_side.state.position_names import Position, Positions
 
@@ -239,18 +240,12 @@ def _same_groups(at: str, saved: Mapping[str, Any], groups_by_rank: Sequence[_Gr
 
 def _numbered(saved: Mapping[str, Any], keys: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Return the saved state of these parameters only, numbered in this order."""
-    of_parameters = {*numbers_of(saved)}
-    state = {key: value for key, value in saved["state"].items() if key not in of_parameters}
-    groups, count = [], 0
-    for group, own in zip(saved["param_groups"], keys, strict=True):
-        numbers = range(count, count + len(own))
-        count += len(own)
-        groups.append({**group, "params": [*numbers]})
-        state.update(
-            (number, saved["state"][key])
-            for number, key in zip(numbers, own, strict=True)
-            if key in saved["state"]
-        )
+    numbers = itertools.count()
+    groups = [
+        {**group, "params": [next(numbers) for _ in own]}
+        for group, own in zip(saved["param_groups"], keys, strict=True)
+    ]
+    state = renumbered_state(saved, enumerate(itertools.chain.from_iterable(keys)))
     return {**saved, "state": state, "param_groups": groups}
 
 

@@ -13,6 +13,7 @@ chunk. Bytes that one source fails to provide are read from the next.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -141,16 +142,16 @@ def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[in
     for chunk in range(layout.chunks):
         for rank in layout.senders(chunk):
             extents = layout.pieces(chunk, rank)
-            if within is None or any(_overlap(extent, needed) for extent in extents for needed in within):
+            if within is None or any(
+                max(extent.offset, needed.offset) < min(extent.end, needed.end)
+                for extent in extents
+                for needed in within
+            ):
                 nbytes = sum(extent.nbytes for extent in extents)
                 pieces[count] = FramePiece(rank, frames[rank], chunk, extents, nbytes)
             frames[rank] += 1
             count += 1
     return pieces
-
-
-def _overlap(one: Extent, other: Extent) -> bool:
-    return max(one.offset, other.offset) < min(one.end, other.end)
 
 
 def divide(
@@ -170,17 +171,14 @@ def divide(
     units: list[Unit] = []
     lost: list[int] = []
     loads = [0] * ranks
-    by_chunk: dict[int, list[int]] = {}
-    for number, piece in pieces.items():
-        by_chunk.setdefault(piece.chunk, []).append(number)
-    for chunk, numbers in sorted(by_chunk.items()):
+    for chunk, numbers in itertools.groupby(pieces, key=lambda number: pieces[number].chunk):
         chosen: dict[int, FrameSource] = {}
         for number in numbers:
             source = _nearest_source(candidate, number, pieces[number], loads, failed, broken)
             if source is None:
                 lost.append(number)
-                continue
-            chosen[number] = source
+            else:
+                chosen[number] = source
         if _STORE_SOURCE in chosen.values():
             # A chunk of the store is read whole for its CRC anyway.
             from_store = [number for number in chosen if (number, _STORE_SOURCE) not in failed]
@@ -220,9 +218,8 @@ def store_units(image: Manifest, ranks: int, without: Collection[int] = ()) -> l
 
     `without`: Entries that are not shared; chunks with only such bytes and the headers between are left out.
     """
-    chosen: Sequence[int] = range(-(-image.image_bytes // image.chunk_bytes))
-    if without:
-        chosen = _chunks_without(image, without)
+    everything = range(-(-image.image_bytes // image.chunk_bytes))
+    chosen = _chunks_without(image, without) if without else everything
     chunks = len(chosen)
     units = []
     for rank in range(ranks):

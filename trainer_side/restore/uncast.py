@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,9 +46,8 @@ def device_overrides(
     return found
 
 
-_MANGLED_PREFIX = (
-    "<generator object"  # torch calls `str` on a generator of the letters of a text, and gets this
-)
+# torch calls `str` on a generator of the letters of a text, and gets this.
+_MANGLED_PREFIX = "<generator object"
 
 
 class ShieldedValue:
@@ -143,9 +142,12 @@ def _restored(loaded: Any, saved: Any, device: torch.device, *, only_casts: bool
     if isinstance(saved, str):
         return saved if isinstance(loaded, str) and loaded.startswith(_MANGLED_PREFIX) else loaded
     if isinstance(saved, Mapping):
-        if not isinstance(loaded, dict) or loaded.keys() != saved.keys():
+        if not isinstance(loaded, dict):
+            return loaded
+        if loaded.keys() != saved.keys():
             # Keys that the optimizer has added or removed stay as they are.
-            return loaded if not isinstance(loaded, dict) else _restore_common_keys(loaded, saved, recurse)
+            loaded.update({key: recurse(loaded[key], saved[key]) for key in loaded.keys() & saved.keys()})
+            return loaded
         return _in_container_of(saved, loaded, {key: recurse(loaded[key], saved[key]) for key in saved})
     if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple) and len(loaded) == len(saved):
         return _in_container_of(saved, loaded, {n: recurse(loaded[n], saved[n]) for n in range(len(saved))})
@@ -158,14 +160,6 @@ def _is_cast(loaded: torch.Tensor, saved: torch.Tensor) -> bool:
     return cast.shape == loaded.shape and torch.equal(
         *(one.contiguous().reshape(-1).view(torch.uint8) for one in (cast, loaded))
     )
-
-
-def _restore_common_keys(
-    loaded: dict[Any, Any], saved: Mapping[Any, Any], recurse: Callable[[Any, Any], Any]
-) -> dict[Any, Any]:
-    for key in loaded.keys() & saved.keys():
-        loaded[key] = recurse(loaded[key], saved[key])
-    return loaded
 
 
 def _in_container_of(saved: Any, loaded: Any, values: Mapping[Any, Any]) -> Any:
