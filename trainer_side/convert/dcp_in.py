@@ -14,7 +14,7 @@ import pickle
 from dataclasses import replace
 from enum import Enum, EnumType
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -29,7 +29,7 @@ from torch.futures import Future
 from holdfast.errors import ConfigError, DamageError, HoldfastError, StateError
 from holdfast.pickle_cost import check_pickle
 from trainer_side.convert.dcp_claims import check_claims
-from trainer_side.convert.dcp_parts import Patterns, StoredTensor, stored_tensor
+from trainer_side.convert.dcp_parts import StoredTensor, pattern_of, stored_tensor
 from trainer_side.state.pickle_bounds import NOT_READABLE, unpickler_cause
 
 _METADATA = ".metadata"
@@ -49,15 +49,11 @@ _RECORDS = {
 }
 
 
-class DcpState(NamedTuple):
-    """Contents of a folder. The tensors of the tree have undefined content."""
+def read_dcp(folder: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
+    """Open the folder: a tree, whose tensors have undefined content, and where their bytes are stored.
 
-    tree: dict[str, Any]
-    stored: list[StoredTensor]
-
-
-def read_dcp(folder: Path) -> DcpState:
-    """Open the folder. ConfigError: it is no DCP checkpoint. DamageError, StateError: it cannot be read."""
+    ConfigError: it is no DCP checkpoint. DamageError, StateError: it cannot be read.
+    """
     if not (folder / _METADATA).is_file():
         raise ConfigError(
             f"{folder}: the folder has no {_METADATA}, so it is no checkpoint of torch.distributed.checkpoint; "
@@ -70,11 +66,10 @@ def read_dcp(folder: Path) -> DcpState:
         planner = _Planner()  # type: ignore[no-untyped-call]
         reader = _DcpReader(folder, metadata)
         _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
-        patterns = Patterns()
         for name, tensor in planner.state_dict.items():
             record = metadata.state_dict_metadata[name]
             if isinstance(record, TensorStorageMetadata) and tensor.numel():
-                pattern = patterns.of(record)
+                pattern = pattern_of(record)
                 stored.append(stored_tensor(folder, name, tensor, record, metadata.storage_data, pattern))
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
@@ -84,7 +79,7 @@ def read_dcp(folder: Path) -> DcpState:
     except (pickle.PickleError, *NOT_READABLE) as error:
         raise _as_holdfast_error(folder, error) from error
     _restore_numbers(state)
-    return DcpState(state, stored)
+    return state, stored
 
 
 def _as_holdfast_error(folder: Path, error: BaseException) -> BaseException:

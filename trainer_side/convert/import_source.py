@@ -169,8 +169,8 @@ def read_source(path: Path) -> LoadedSource:
             record = torch._C.PyTorchFileReader(file).get_record("data.pkl")
         return LoadedSource("torch", tree, None, (), from_record(record, source=str(path)))
     if magic[8:9] == b"{":
-        found = read_safetensors(path)
-        return LoadedSource("safetensors", found.tree, found.only, (), found.names)
+        tree, part, names = read_safetensors(path)
+        return LoadedSource("safetensors", tree, part, (), names)
     raise DamageError(
         f"{path}: the file begins with {magic[:4]!r}, so it is neither a torch file in zip format nor a safetensors "
         "file; if it is an older torch file, load it with torch.load and save it with torch.save"

@@ -25,7 +25,7 @@ from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from trainer_side.convert.contents import Contents, FlatTensor, bytes_of, dense
 from trainer_side.convert.plain_values import encode
-from trainer_side.convert.safetensors_format import (
+from trainer_side.convert.safetensors_in import (
     DTYPES,
     HEADER_BYTES_MAX,
     LENGTH_BYTES,

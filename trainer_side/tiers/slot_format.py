@@ -43,10 +43,6 @@ _SEAL_FIXED_BYTES, _SEAL_FRAME_BYTES = 16 << 10, 12  # a record for people; `429
 _FILE_BYTES_MAX = 1 << 62
 
 
-class UnknownVersionError(ProtocolError):
-    """A slot file of a version that this holdfast does not read."""
-
-
 def whole_pages(nbytes: int) -> int:
     return _aligned(nbytes, PAGE_BYTES)
 
@@ -125,7 +121,7 @@ class Superblock:
             raise DamageError(f"{source}: does not begin with the superblock of a slot file")
         version = _SUPER.unpack_from(page)[1]
         if version != VERSION:
-            raise UnknownVersionError(f"{source}: slot file version {version}, this holdfast reads {VERSION}")
+            raise ProtocolError(f"{source}: slot file version {version}, this holdfast reads {VERSION}")
         if not _is_whole(page):
             raise DamageError(f"{source}: the superblock is altered (its CRC-32 does not match)")
         _, _, rank, ranks, slots, writers, run_digest, layout_digest, *rest, name_bytes = _SUPER.unpack_from(
