@@ -70,10 +70,7 @@ class SkippedSamples:
 
     def begin(self, place: int) -> int:
         """Return the first place from `place` on that is not skipped."""
-        for first, end in self.spans:
-            if first <= place < end:
-                return end
-        return place
+        return next((end for first, end in self.spans if first <= place < end), place)
 
     def end(self, place: int, count: int) -> int:
         """Return the place after the next `count` samples from `place` on."""

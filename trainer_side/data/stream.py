@@ -71,11 +71,8 @@ class ResumableStream(DataPlace):
     def _batches(self, batch_size: int) -> Iterator[list[Any]]:
         mine = range(self._rank * batch_size, (self._rank + 1) * batch_size)
         while True:
-            batch = []
-            for number in range(batch_size * self._ranks):
-                sample = self._next()
-                if number in mine:
-                    batch.append(sample)
+            samples = (self._next() for _ in range(batch_size * self._ranks))
+            batch = [sample for number, sample in enumerate(samples) if number in mine]
             self._step_size.add_batch(batch_size * self._ranks)
             yield batch
 

@@ -107,10 +107,9 @@ class HoldfastCallback(TrainerCallback):
         self._last_checked = self.checkpointer.restore(may_lack=() if scaler is None else ("scaler",))
         if self._last_checked == 0:
             return None
-        self._groups = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        for group in self._groups:
+            del group["params"]
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-")
         folder = Path(self._folder.name)
         (folder / _STATE).write_text(trainer_state.restored_json, encoding="utf-8")
@@ -156,10 +155,8 @@ class HoldfastCallback(TrainerCallback):
 
     def _step(self, state: TrainerState) -> None:
         if self.checkpointer is not None and state.global_step > self._last_checked:
-            self._last_checked = state.global_step
-            self.checkpointer.step(
-                state.global_step - 1, batch=self._last_batch.batch, loss=self._last_batch.loss
-            )
+            self._last_checked, last = state.global_step, self._last_batch
+            self.checkpointer.step(state.global_step - 1, batch=last.batch, loss=last.loss)
 
 
 def _reject_unsupported(trainer: Trainer) -> None:
@@ -262,9 +259,7 @@ class _SavedTrainerState:
     def state_dict(self) -> dict[str, str]:
         trainer = self._trainer
         # Not `asdict`, which would copy the log, and that grows at every logged step.
-        state = {
-            field.name: getattr(trainer.state, field.name) for field in dataclasses.fields(trainer.state)
-        }
+        state = {one.name: getattr(trainer.state, one.name) for one in dataclasses.fields(trainer.state)}
         kinds: dict[str, list[dict[str, Any]]] = {}
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(callback, ExportableState):
