@@ -272,9 +272,7 @@ class CommitVotes(RankCouncil):
 
     def _ask(self, message: bytes, what: str) -> Agreement | None:
         question = self._voter.start_question()
-        if (
-            self.problem is not None
-        ):  # read after `start_question`, so that a later problem answers the question
+        if self.problem is not None:  # read after `start_question`: a later problem answers the question
             raise self.problem
         self._send_root(message)
         limit = self._answer_seconds_max
@@ -312,9 +310,8 @@ class CommitVotes(RankCouncil):
         if self.problem is not None:
             self._outbox.clear()
             return False
-        busy = False
+        busy = bool(self._outbox)
         while self._outbox:
-            busy = True
             message = self._outbox.popleft()
             if self._rank0 is not None:
                 self._handle_message(ROOT, message)
@@ -352,8 +349,7 @@ class CommitVotes(RankCouncil):
             self._handle_root_message(decode(message))
 
     def _handle_root_message(self, frame: Frame) -> None:
-        reply = self._voter.handle(frame)
-        if reply is not None:
+        if (reply := self._voter.handle(frame)) is not None:
             self._send_root(reply)
 
     def _handle_deaths(self) -> None:

@@ -39,9 +39,8 @@ class TierWrite:
     released: threading.Event = field(default_factory=threading.Event)  # every tier has finished reading it
     # Asks rank 0 to compare this rank's fingerprints with the other ranks'.
     compare: Callable[[str], None] = lambda _fingerprints: None
-    wake_callbacks: list[Callable[[], None]] = field(
-        default_factory=list
-    )  # wake the threads that write the step
+    # Wake the threads that write the step.
+    wake_callbacks: list[Callable[[], None]] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     cancel_reason: Reason | None = None
     kept_in: set[int] = field(default_factory=set)  # tiers that have sealed the step
@@ -85,10 +84,8 @@ class TierWrite:
         with guard:
             if frame not in self._crcs:
                 assert self.area is not None
-                begun = time.perf_counter()
-                self._crcs[frame] = crc32(
-                    self.area.view(self.frames[frame].offset, self.frames[frame].nbytes)
-                )
+                begun, place = time.perf_counter(), self.frames[frame]
+                self._crcs[frame] = crc32(self.area.view(place.offset, place.nbytes))
                 with self._guard:
                     self.crc_seconds += time.perf_counter() - begun
             return self._crcs[frame]
