@@ -235,7 +235,7 @@ def open_tier_set(
     attempt = (
         _attempt_beside_stager(attempt, inventory, rank=world.rank)
         if attempt
-        else _attempt_without_stager(config, store_url, tiers, peers)
+        else _attempt_without_stager(config, store_url, inventory, peers)
     )
     job = peers.broadcast(uuid.uuid4().hex.encode() if peers.rank == 0 else None).decode()
     return LocalTiers(
@@ -264,13 +264,13 @@ def _attempt_beside_stager(attempt: int, inventory: TierInventory, *, rank: int)
 
 
 def _attempt_without_stager(
-    config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: Peers
+    config: TrainerConfig, store_url: str, inventory: TierInventory, peers: Peers
 ) -> int:
     """Return one more than the newest attempt in the store and in any rank's tiers; record it in the store."""
     agree(peers, _missing_parent_error(config, store_url))
     store = open_store(store_url)
     attempt = 1 + newest_attempt(
-        tiers,
+        inventory.newest_attempt,
         store,
         peers,
         without_store=config.restore_without_store,

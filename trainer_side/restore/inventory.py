@@ -40,7 +40,7 @@ from trainer_side.restore.choice import (
     candidates,
     skip_set_aside,
 )
-from trainer_side.tiers.tier import Nearness, SealedSlice, SliceKeeper, Tier
+from trainer_side.tiers.tier import Nearness, SealedSlice, SliceKeeper
 from trainer_side.tiers.tier_inventory import list_kept
 
 _log = logging.getLogger("holdfast.restore")
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 _DIGEST_CHARACTERS_MAX = 64
 _DAMAGE_REPORTED_MAX = 100  # of one tier
 _BATCH_SIZE_MAX = 64  # manifests that are read and kept at once
-_SECONDS_MAX = 60.0  # default limit for a tier or the store
+_SECONDS_MAX = 60.0  # default limit for the store
 _NEARNESS = {
     Nearness.MEMORY: 0,
     Nearness.PM: 1,
@@ -107,7 +107,7 @@ def ask_rank_0(peers: Peers, ask: Callable[[], bytes]) -> bytes:
 
 
 def list_tiers(
-    tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float = _SECONDS_MAX
+    tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float
 ) -> TierListing:
     """List the slices in every tier of every rank, in at most `seconds_max` per tier. Collective.
 
@@ -311,20 +311,18 @@ def _query_store(query: Callable[[Store], _T], store: Store, seconds_max: float)
 
 
 def newest_attempt(
-    tiers: Sequence[Tier],
+    in_tiers: int,
     store: Store | None,
     peers: Peers,
     *,
     without_store: bool = False,
     seconds_max: float = _SECONDS_MAX,
 ) -> int:
-    """Return the highest attempt known to the store or to any tier of any rank; 0 on a new run. Collective.
+    """Return the highest attempt that the store knows, or that is in the tiers; 0 on a new run. Collective.
 
-    Only rank 0 asks the store. `without_store`: If the store does not answer, use the tiers alone; else StoreError.
-    `seconds_max`: For the store, and for each tier.
+    Only rank 0 asks the store. `without_store`: If the store does not answer, return that of the tiers; else
+    StoreError.
     """
-    found = list_tiers(tiers, peers, seconds_max=seconds_max)
-    newest = max((holder.key.attempt for holder in found.holders), default=0)
 
     def ask() -> bytes:
         try:
@@ -339,7 +337,7 @@ def newest_attempt(
             )
             return b"0"
 
-    return max(newest, int(ask_rank_0(peers, ask)))
+    return max(in_tiers, int(ask_rank_0(peers, ask)))
 
 
 class CandidateListing:
