@@ -218,35 +218,28 @@ class RestoreAttempt:
     def _read_all(self) -> None:
         assert self._structure is not None
         job = self._job
-        if (allocate_pinned := job.options.allocate_pinned) is not None:
+        structure, placed, peers = self._structure, self._placed_parts, self._peers
+        if (pinned := job.options.allocate_pinned) is not None:
+            on_host = self._offloaded
             self._device_sections = allocate_on_device(
-                self._structure,
-                self._placed_parts,
-                job.state,
-                self._live,
-                allocate_pinned,
-                self._peers,
-                self._offloaded,
+                structure, placed, job.state, self._live, pinned, peers, on_host
             )
-        self._plan = agree_on_plan(self._structure, self._placed_parts, self._peers)
+        self._plan = agree_on_plan(structure, placed, peers)
         try:
             if self._slice_reader is None:
                 self._read_file()
-            else:
-                self._read_slices(self._slice_reader)
+                return
+            try:
+                self._slice_reader.read(self._plan.targets, self._device_sections)
+            except DamageError:
+                job.report(self._mended, "and nothing else has all of it", event="damaged")
+                raise
+            self._reading = self._slice_reader.reading
+            self._seconds.update(self._reading.seconds)
+            job.report(self._mended, "read from elsewhere", event="damaged")
         finally:
             if self._device_sections is not None:
                 self._device_sections.finish()
-
-    def _read_slices(self, slice_reader: SliceReader) -> None:
-        try:
-            slice_reader.read(self._plan.targets, self._device_sections)
-        except DamageError:
-            self._job.report(slice_reader.mended, "and nothing else has all of it", event="damaged")
-            raise
-        self._reading = slice_reader.reading
-        self._seconds.update(self._reading.seconds)
-        self._job.report(slice_reader.mended, "read from elsewhere", event="damaged")
 
     def _open(self) -> bytes:
         """Find the manifest or layout of the image, and return its head and tail. Collective."""
