@@ -202,9 +202,8 @@ def _named(tree: Any, what: str, renamed: Mapping[str, str], dropped: Sequence[s
     unknown = [name for name in (*renamed, *dropped) if name not in tree]
     if unknown:
         raise ConfigError(f"{what}: there is no {unknown[0]!r} in it; it has {_format_names(tree)}")
-    named: dict[Any, Any] = {
-        renamed.get(name, name): value for name, value in tree.items() if name not in dropped
-    }
+    kept = [name for name in tree if name not in dropped]
+    named: dict[Any, Any] = {renamed.get(name, name): tree[name] for name in kept}
     if len(named) + len(dropped) < len(tree) or not named:
         raise ConfigError(
             f"{what}: after --rename and --drop, two names are the same or no name is left: {_format_names(named)}"

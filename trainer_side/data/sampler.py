@@ -22,7 +22,7 @@ import torch
 from holdfast import supervised as diary
 from holdfast.errors import StateError
 from trainer_side.data.permutation import Permutation
-from trainer_side.data.skipped_samples import SkippedSamples, StepSize, StepSizeCounter
+from trainer_side.data.skipped_samples import SkippedSamples, StepSizeCounter
 from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.data_place import DataPlace
 from trainer_side.state.rng import isolated_rng
@@ -178,7 +178,7 @@ class ResumableSampler(DataPlace):
         """
         self._position, self._skipped = self._parse_state(saved)
         self._mark = self._position
-        self._step_size = StepSizeCounter(StepSize.from_state(saved.get("step")), step=None)
+        self._step_size = StepSizeCounter(saved.get("step"), step=None)
         self._load_count += 1
         self._read_ahead = self._followed = False
 

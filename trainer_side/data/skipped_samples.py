@@ -7,8 +7,8 @@ batches  0 1 2 6 │ 7 8 9 …          a batch continues after the skipped plac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from holdfast.errors import StateError
 
@@ -19,17 +19,15 @@ class StepSize(NamedTuple):
     samples: int
     batches: int
 
-    @classmethod
-    def from_state(cls, saved: Any) -> StepSize | None:
-        """Read the size from a sampler's state; None if the state has none."""
-        return None if saved is None else cls(*saved)
-
 
 class StepSizeCounter:
-    """Infers the size of a training step from the batches taken between two steps. One thread."""
+    """Infers the size of a training step from the batches taken between two steps. One thread.
 
-    def __init__(self, size: StepSize | None = None, *, step: int | None = -1) -> None:
-        self.size = size  # the newest known size; None: not known yet
+    `size`: As in a sampler's state; None if the state has none.
+    """
+
+    def __init__(self, size: Sequence[int] | None = None, *, step: int | None = -1) -> None:
+        self.size = None if size is None else StepSize(*size)  # the newest known size; None: not known yet
         self._batches, self._samples = 0, 0
         self._last_step = None if step is None else (step, 0)
 

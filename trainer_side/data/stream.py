@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from holdfast.errors import StateError
-from trainer_side.data.skipped_samples import SkippedSamples, StepSize, StepSizeCounter
+from trainer_side.data.skipped_samples import SkippedSamples, StepSizeCounter
 from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.data_place import DataPlace
 from trainer_side.state.rng import isolated_rng
@@ -82,9 +82,8 @@ class ResumableStream(DataPlace):
         if self._step_size.size is not None:
             state["step"] = list(self._step_size.size)
         if skipped := self._skipped.spans_after(self._samples_read):
-            state["skipped"] = [
-                [max(0, first - self._samples_read), end - self._samples_read] for first, end in skipped
-            ]
+            read = self._samples_read
+            state["skipped"] = [[max(0, first - read), end - read] for first, end in skipped]
         return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -101,7 +100,7 @@ class ResumableStream(DataPlace):
         self._source.load_state_dict(saved["source"])
         self._passes, self._iterator, self._samples_read = int(saved["passes"]), None, 0
         self._skipped = SkippedSamples((first, end) for first, end in saved.get("skipped", ()))
-        self._step_size = StepSizeCounter(StepSize.from_state(saved.get("step")), step=None)
+        self._step_size = StepSizeCounter(saved.get("step"), step=None)
 
     def stepped(self, step: int) -> None:
         """As `ResumableSampler.stepped`."""

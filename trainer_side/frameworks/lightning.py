@@ -190,9 +190,8 @@ class HoldfastCallback(Checkpoint):
         own, rng = _state(trainer, pl_module, self), {"rng": PerRank(self._random)}
         reject_taken_names({**own, **rng}, self._extra_state)
         before = signal.getsignal(signal.SIGTERM)
-        self.checkpointer = Checkpointer(
-            {**own, **self._extra_state, **rng}, config=self._config, every=self._every
-        )
+        state = {**own, **self._extra_state, **rng}
+        self.checkpointer = Checkpointer(state, config=self._config, every=self._every)
         handler = signal.getsignal(signal.SIGTERM)
         self._notice_handler = None if handler == before else handler
         self.checkpointer.restore()

@@ -118,9 +118,8 @@ def _state_crc(twister: Mapping[str, Any]) -> int:
     state = twister["state"]
     key = state.get("key")
     rest = {name: value for name, value in state.items() if name != "key"}
-    return crc32(
-        repr(sorted(rest.items())).encode(), 0 if key is None else crc32(np.ascontiguousarray(key).tobytes())
-    )
+    key_crc = 0 if key is None else crc32(np.ascontiguousarray(key).tobytes())
+    return crc32(repr(sorted(rest.items())).encode(), key_crc)
 
 
 def _rates(optimizer: Any) -> list[DeferredNumber]:

@@ -42,12 +42,10 @@ class _DeviceRequest(NamedTuple):
     regions: dict[int, list[int]]  # entry → numbers of this rank's regions of it
 
     def nbytes(self, structure: Structure, placed: PlacedParts) -> int:
-        parts = [
-            placed.regions[entry].regions[number] for entry, some in self.regions.items() for number in some
-        ]
-        return sum(structure.storages[entry].nbytes() for entry in self.whole) + sum(
-            part.comb.nbytes for part in parts if not part.is_fresh
-        )
+        regions = [(placed.regions[entry].regions, some) for entry, some in self.regions.items()]
+        parts = [own[number] for own, some in regions for number in some]
+        whole_bytes = sum(structure.storages[entry].nbytes() for entry in self.whole)
+        return whole_bytes + sum(part.comb.nbytes for part in parts if not part.is_fresh)
 
 
 _NOTHING = _DeviceRequest(None, {}, {})
@@ -77,19 +75,15 @@ def allocate_on_device(
         return None
     offered = [json.loads(said) for said in gather(peers, json.dumps(sorted(request.whole)).encode())]
     everywhere = set(request.whole).intersection(*offered)
-    request = request._replace(
-        whole={entry: group for entry, group in request.whole.items() if entry in everywhere}
-    )
+    whole = {entry: request.whole[entry] for entry in request.whole if entry in everywhere}
+    request = request._replace(whole=whole)
     allocated: dict[int, torch.Tensor] = {}
     parts: dict[tuple[int, int], RegionTarget] = {}
     if has_room and request.device is not None:
         try:
-            allocated = {
-                entry: torch.empty(
-                    structure.storages[entry].nbytes(), dtype=torch.uint8, device=request.device
-                )
-                for entry in request.whole
-            }
+            for entry in request.whole:
+                nbytes = structure.storages[entry].nbytes()
+                allocated[entry] = torch.empty(nbytes, dtype=torch.uint8, device=request.device)
             parts = {
                 (entry, number): _on_device(placed.regions[entry].regions[number])
                 for entry, some in request.regions.items()

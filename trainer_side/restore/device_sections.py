@@ -87,9 +87,8 @@ class DeviceSections:
         """Return the next window of this thread, once its previous transfer is complete."""
         mine: deque[SectionWindow] | None = getattr(self._local, "windows", None)
         if mine is None or len(mine[0].memory) < nbytes:
-            mine = self._local.windows = deque(
-                SectionWindow(self._allocate_pinned(nbytes)) for _ in range(_WINDOWS)
-            )
+            mine = deque(SectionWindow(self._allocate_pinned(nbytes)) for _ in range(_WINDOWS))
+            self._local.windows = mine
             self._windows += mine
         mine.rotate()
         if mine[0].transfer_done is not None:
@@ -107,9 +106,8 @@ class DeviceSections:
                     self._local.stream = self._new_stream()
                 with self._module.stream(self._local.stream):
                     for memory, at, begin, nbytes, _, _ in parts:
-                        memory[at : at + nbytes].copy_(
-                            window.section[begin : begin + nbytes], non_blocking=True
-                        )
+                        source = window.section[begin : begin + nbytes]
+                        memory[at : at + nbytes].copy_(source, non_blocking=True)
                     window.transfer_done = record_event(self._device)
                 return
             with self._queue, self._module.stream(self._stream):

@@ -73,9 +73,8 @@ class TierListing:
 
     def layout(self, candidate: Candidate, peers: Peers) -> Layout:
         """Return the layout of a candidate's slices, from a rank that has one. Collective. DamageError: damaged."""
-        first = min(
-            (holder for some in candidate.slices.values() for holder in some), key=lambda one: one[2:4]
-        )
+        holders = [holder for some in candidate.slices.values() for holder in some]
+        first = min(holders, key=lambda one: (one.rank, one.number))
         layout = self.own[first.number][1].layout if first.rank == peers.rank else None
         layout_bytes = peers.broadcast(layout.to_bytes() if layout is not None else None, first.rank)
         problem: DamageError | None = None
@@ -213,10 +212,8 @@ class StoreListing:
 
     def read_more(self, peers: Peers) -> None:
         """Read the next manifests, twice as many each time. Collective; raises as `open`, and `StoreError`."""
-        self._batch_size = min(2 * self._batch_size, _BATCH_SIZE_MAX)
-        store_error = self._read_on_rank_0(
-            peers, lambda _: self._read_manifests(self._first_unread(self._batch_size))
-        )
+        count = self._batch_size = min(2 * self._batch_size, _BATCH_SIZE_MAX)
+        store_error = self._read_on_rank_0(peers, lambda _: self._read_manifests(self._first_unread(count)))
         if store_error is not None:
             raise store_error
 
@@ -284,19 +281,12 @@ class StoreListing:
 
 
 def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
-    if item.manifest is None:
-        return StoreCandidate(
-            number, item.attempt, item.step, 0, "", item.fault, is_unreadable=item.is_unreadable
-        )
-    manifest, rule = item.manifest, item.manifest.best
-    best = () if rule is None else (rule.metric, rule.mode)
-    return StoreCandidate(
-        number,
-        *(item.attempt, item.step, manifest.ranks, manifest.layout_digest, item.fault, item.caveat),
-        False,
-        manifest.metrics,
-        *best,
-    )
+    order, manifest = (item.attempt, item.step), item.manifest
+    if manifest is None:
+        return StoreCandidate(number, *order, 0, "", item.fault, is_unreadable=item.is_unreadable)
+    best = () if manifest.best is None else (manifest.best.metric, manifest.best.mode)
+    content = manifest.ranks, manifest.layout_digest
+    return StoreCandidate(number, *order, *content, item.fault, item.caveat, False, manifest.metrics, *best)
 
 
 def _query_store(query: Callable[[Store], _T], store: Store, seconds_max: float) -> _T:
@@ -360,20 +350,17 @@ class CandidateListing:
         self._store_listing, self._peers = store_listing, peers
         self._holders, self._places, self._set_aside = holders, places, set_aside
         self._older_branches: list[Candidate | SkippedCheckpoint] = []
-        if store_listing.branches is not None:
-            self._holders = [
-                one for one in holders if store_listing.branches.is_current(CheckpointId(*one.key[:2]))
-            ]
+        if (branches := store_listing.branches) is not None:
+            self._holders = [one for one in holders if branches.is_current(CheckpointId(*one.key[:2]))]
             if store_listing.older_branch_count or len(self._holders) < len(holders):
-                fork = store_listing.branches.rewinds[-1].fork
+                fork = branches.rewinds[-1].fork
                 reason = (
                     f"the run was rewound to {fork}, and checkpoints of older branches are not restored; "
                     "`holdfast rewind --to` goes back to one of them"
                 )
                 was_complete = store_listing.step is None
-                self._older_branches = [
-                    SkippedCheckpoint(fork.attempt, fork.step, reason, was_complete=was_complete)
-                ]
+                left_out = SkippedCheckpoint(fork.attempt, fork.step, reason, was_complete=was_complete)
+                self._older_branches = [left_out]
 
     def __iter__(self) -> Iterator[Candidate | SkippedCheckpoint]:
         number = 0
@@ -390,9 +377,8 @@ class CandidateListing:
 
     def known_candidates(self) -> Sequence[Candidate | SkippedCheckpoint]:
         """Return the candidates known so far, in order; unread ones may belong between them. Not collective."""
-        listed = skip_set_aside(
-            candidates(self._holders, self._store_listing.stored, self._places), self._set_aside
-        )
+        known = candidates(self._holders, self._store_listing.stored, self._places)
+        listed = skip_set_aside(known, self._set_aside)
         return listed if self._store_listing.unread is not None else [*listed, *self._older_branches]
 
     def first(self) -> Candidate | None:

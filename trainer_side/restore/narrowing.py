@@ -113,9 +113,8 @@ def _file_places(own: StageNames, tree: Mapping[str, Any]) -> dict[str, _FilePla
             if isinstance(tensor, torch.Tensor):
                 memory = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape)
                 place = _FilePlace(len(by_memory), tuple(tensor.shape), str(name))
-                places.setdefault(
-                    str(name), by_memory.setdefault(memory if tensor.numel() else (name,), place)
-                )
+                place = by_memory.setdefault(memory if tensor.numel() else (name,), place)
+                places.setdefault(str(name), place)
     return places
 
 
@@ -157,14 +156,14 @@ def _keys_by_name(
         for number, parameters in enumerate(own):
             keys_of[-1].append([])
             for names in parameters:
-                name = next((name for name in names if name in known[number]), None)
-                if name is None:
+                found = [known[number][name] for name in names if name in known[number]]
+                if not found:
                     raise StateError(
                         f"{at}: rank {rank} has the parameter {names[0]} in group {number}, in which the checkpoint "
                         "has none of that name; nothing was loaded"
                     )
-                used[number].update(known[number][one] for one in names if one in known[number])
-                keys_of[-1][-1].append(known[number][name])
+                used[number].update(found)
+                keys_of[-1][-1].append(found[0])
     lost = [
         name
         for of_group, keys in zip(known, used, strict=True)

@@ -31,7 +31,7 @@ from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import NEARNESS_OF_STORE, STORE, Candidate
 from trainer_side.restore.split_parts import PlacedParts
-from trainer_side.restore.structure import Structure, ends_of
+from trainer_side.restore.structure import Structure, chunk_extent, ends_of
 from trainer_side.restore.targets import EntrySink, EntryTarget, ScatterTarget, copy_regions, whole_entry
 from trainer_side.tiers.first_touch import cores_of_rank
 from trainer_side.tiers.tier import Nearness, SealedSlice, SliceKeeper
@@ -89,13 +89,12 @@ def agree_on_plan(structure: Structure, placed: PlacedParts, peers: Peers) -> Re
         if index not in placed.free:
             target.regions.append(whole_entry(index, storages[index]))
     if own:
-        between = [
-            index for index in shared if storages[index].nbytes() <= _SMALL_BYTES and index not in wanted
-        ]
-        for index in between:
+        small = {index for index in shared if storages[index].nbytes() <= _SMALL_BYTES}
+        between = small - wanted
+        for index in sorted(between):
             own[index] = ScatterTarget.whole(index, storages[index])
             del shared[index]
-        unshared |= frozenset(between)
+        unshared |= between
     mixed = {index: target for index, target in placed.regions.items() if index in shared}
     return ReadPlan(shared, own, unshared, mixed)
 
@@ -224,9 +223,7 @@ def store_units(image: Manifest, ranks: int, without: Collection[int] = ()) -> l
     units = []
     for rank in range(ranks):
         for chunk in chosen[rank * chunks // ranks : (rank + 1) * chunks // ranks]:
-            offset = chunk * image.chunk_bytes
-            extent = Extent(offset, min(image.chunk_bytes, image.image_bytes - offset))
-            units.append(Unit(rank, STORE, chunk, -1, (extent,), ()))
+            units.append(Unit(rank, STORE, chunk, -1, (chunk_extent(image, chunk),), ()))
     return units
 
 
@@ -274,11 +271,9 @@ class StoredFile:
 
     def locate(self, unit: Unit) -> UnitLocation:
         """Return the place of the whole chunk, as the CRC covers all of it."""
-        manifest = self._manifest
-        offset = unit.chunk * manifest.chunk_bytes
-        extent = Extent(offset, min(manifest.chunk_bytes, manifest.image_bytes - offset))
-        what = f"chunk {unit.chunk} ({extent.nbytes} bytes from {offset})"
-        return UnitLocation((extent,), offset, manifest.chunk_crc32s[unit.chunk], what)
+        extent = chunk_extent(self._manifest, unit.chunk)
+        what = f"chunk {unit.chunk} ({extent.nbytes} bytes from {extent.offset})"
+        return UnitLocation((extent,), extent.offset, self._manifest.chunk_crc32s[unit.chunk], what)
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset` on. DamageError: the file ends before; StoreError: the store failed."""

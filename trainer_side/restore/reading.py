@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -107,8 +108,7 @@ def sharing_order(units: Sequence[Unit], ranks: int) -> list[Unit]:
     by_rank: list[list[Unit]] = [[] for _ in range(ranks)]
     for unit in units:
         by_rank[unit.reader].append(unit)
-    rounds = range(max((len(own) for own in by_rank), default=0))
-    return [own[turn] for turn in rounds for own in by_rank if turn < len(own)]
+    return [unit for turn in itertools.zip_longest(*by_rank) for unit in turn if unit is not None]
 
 
 def read(

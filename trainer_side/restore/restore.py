@@ -69,9 +69,8 @@ def restore(
         store, peers, step=step, also=ring_contents.keys if ring_contents else (), seconds_max=seconds_max
     )
     ring = ring_contents.staged_slices(store_listing.stored, peers) if ring_contents else None
-    tier_listing = list_tiers(
-        [*tiers, ring] if ring else tiers, peers, seconds_max=seconds_max * HANGING_SHARE
-    )
+    places = [*tiers, ring] if ring else tiers
+    tier_listing = list_tiers(places, peers, seconds_max=seconds_max * HANGING_SHARE)
     near = ring is not None and ring.near_on_all_ranks
     job = RestoreJob(state, store, peers, events, tier_listing, store_listing, options, near)
     job.report(tier_listing.problems, "other tiers, other ranks or the store may have it", event="damaged")

@@ -483,13 +483,9 @@ class RestoreAttempt:
         if not all(_has_names_only(job.state[name], live) for name, live in self._live.items()):
             join_by_name(job.state, self._live, structure.tree, structure.names, self._optimizers)
         parts = split_parts(job.state, self._live)
-        may_lack, ranks_now = job.options.may_lack, self._peers.ranks
-        check_state_fits(
-            job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=may_lack
-        )
-        self._suspects = find_suspects(
-            job.state, self._live, structure.tree, self._image, structure.entry_of, step
-        )
+        live, tree, ranks_now = self._live, structure.tree, self._peers.ranks
+        check_state_fits(job.state, live, parts, tree, step, ranks=ranks_now, may_lack=job.options.may_lack)
+        self._suspects = find_suspects(job.state, live, tree, self._image, structure.entry_of, step)
         # If an object may still refuse the bytes, none is read into live memory.
         is_undecided = bool(self._suspects) or (self._has_per_rank_values and may_refuse(job.state))
         in_place = {} if is_undecided else in_place_tensors(job.state, self._live, structure.tree)

@@ -22,14 +22,13 @@ import numpy as np
 
 from holdfast.crc import combine_all
 from holdfast.errors import DamageError
-from holdfast.image.entries import Extent
 from holdfast.image.regions import Comb, Region
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import STORE
 from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow, aligned
 from trainer_side.restore.exchange import Exchange
 from trainer_side.restore.read_plan import Unit
-from trainer_side.restore.structure import ImageMap
+from trainer_side.restore.structure import ImageMap, chunk_extent
 from trainer_side.restore.targets import EntryPart, RegionTarget, ScatterTarget, Sum, copy_runs
 
 _PACKED_MAX = 2  # own chunks whose parcels are in flight at once
@@ -81,7 +80,7 @@ class Scatter(Exchange):
                     self._own_regions.setdefault(chunk, []).append(region)
         readers = _readers(-(-image.image_bytes // image.chunk_bytes), self._own_regions, peers)
         self.units = [
-            Unit(int(readers[chunk]), STORE, chunk, -1, (self._extent(chunk),), ())
+            Unit(int(readers[chunk]), STORE, chunk, -1, (chunk_extent(image, chunk),), ())
             for chunk in np.flatnonzero(readers >= 0).tolist()
         ]
         own = [unit.chunk for unit in self.units if unit.reader == peers.rank]
@@ -91,9 +90,8 @@ class Scatter(Exchange):
         self._memory: dict[int, np.ndarray] = {}
         self._outgoing: list[int] = []
         self._incoming: list[tuple[int, list[np.ndarray], np.ndarray]] = []
-        self._largest = (
-            0 if device_sections is None else max(map(self._device_bytes, self._own_regions), default=0)
-        )
+        on_device = () if device_sections is None else self._own_regions
+        self._largest = max(map(self._device_bytes, on_device), default=0)
         self._section: SectionWindow | None = None  # of receives in flight for a device
         self._section_end = 0
         self._parts: list[SectionPart] = []
@@ -107,9 +105,8 @@ class Scatter(Exchange):
         for parcel in self._parcels(unit.chunk):
             for needed, place, first in parcel.regions:
                 if needed.entry == part.entry:
-                    copy_runs(
-                        needed.comb, part.entry_offset - needed.base, source, parcel.memory[place:], first
-                    )
+                    begin = part.entry_offset - needed.base
+                    copy_runs(needed.comb, begin, source, parcel.memory[place:], first)
 
     def share(self, unit: Unit, peers: Peers) -> None:
         if unit.reader == peers.rank:
@@ -151,10 +148,6 @@ class Scatter(Exchange):
                 self._packed.pop(chunk, None)
         self._count_sent(len(self._outgoing))
         self._outgoing.clear()
-
-    def _extent(self, chunk: int) -> Extent:
-        offset = chunk * self._image.chunk_bytes
-        return Extent(offset, min(self._image.chunk_bytes, self._image.image_bytes - offset))
 
     def _runs(self, chunk: int) -> Iterator[tuple[RegionTarget, int, int]]:
         """Yield this rank's regions in a chunk, each with the range of its bytes there."""
@@ -274,10 +267,8 @@ def _readers(chunks: int, needed: Collection[int], peers: Peers) -> np.ndarray:
 
 
 def _chunks(image: ImageMap, entry: int) -> range:
-    place = image.entries[entry]
-    return range(
-        place.offset // image.chunk_bytes, (place.offset + max(place.nbytes, 1) - 1) // image.chunk_bytes + 1
-    )
+    first, nbytes = image.entries[entry].offset, max(image.entries[entry].nbytes, 1)
+    return range(first // image.chunk_bytes, (first + nbytes - 1) // image.chunk_bytes + 1)
 
 
 def _pieces(memory: np.ndarray, sizes: Sequence[int] = ()) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ import torch
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, HoldfastError, StateError
-from holdfast.image.entries import Entry
+from holdfast.image.entries import Entry, Extent
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import EntryRecord, Manifest
 from holdfast.store.base import Store
@@ -89,6 +89,11 @@ def ends_of(image: ImageMap) -> tuple[int, int]:
     head_bytes = min(entry.offset for entry in storages)
     tail_offset = min(max(entry.offset + entry.nbytes for entry in storages), image.image_bytes - _TAIL_BYTES)
     return head_bytes, max(head_bytes, tail_offset)
+
+
+def chunk_extent(image: ImageMap, chunk: int) -> Extent:
+    offset = chunk * image.chunk_bytes
+    return Extent(offset, min(image.chunk_bytes, image.image_bytes - offset))
 
 
 # The first bytes of a zip file. torch reads any other file as one of its older formats, which holdfast never writes.
@@ -222,7 +227,9 @@ class Structure:
             group = own.get(storage.data_ptr(), [])
             paths = frozenset(path for path, _ in group)
             target = wanted.get(paths)
-            if target is None or not paths <= unambiguous or not _same_memory_use(group, target, storage.nbytes()):
+            if target is None or not paths <= unambiguous:
+                continue
+            if not _same_memory_use(group, target, storage.nbytes()):
                 continue
             memory = target[group[0][0]].detach().untyped_storage()
             with torch.no_grad():

@@ -123,9 +123,8 @@ def _shielded(value: Any, overrides: Mapping[str, torch.device], path: str = "")
         return ShieldedValue(value, device) if value.is_complex() or device is not None else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return ShieldedValue(value)
-    shields = {
-        key: _shielded(one, overrides, f"{path}/{key}" if path else str(key)) for key, one in children(value)
-    }
+    prefix = f"{path}/" if path else ""
+    shields = {key: _shielded(one, overrides, f"{prefix}{key}") for key, one in children(value)}
     changed = {key: shield for key, shield in shields.items() if shield is not value[key]}
     return with_changes(value, changed) if changed else value
 

@@ -54,9 +54,8 @@ def first_pages(superblock: Superblock, layout: Layout) -> bytes:
 
 def newest_sector(read: Read, superblock: Superblock, *, source: str) -> tuple[int, CommitSector]:
     """Return the valid commit sector, and its number. DamageError: neither is whole."""
-    sectors = [
-        CommitSector.from_bytes(read(offset, PAGE_BYTES), superblock.slots) for offset in SECTOR_OFFSETS
-    ]
+    pages = [read(offset, PAGE_BYTES) for offset in SECTOR_OFFSETS]
+    sectors = [CommitSector.from_bytes(page, superblock.slots) for page in pages]
     whole = [(number, sector) for number, sector in enumerate(sectors) if sector is not None]
     if not whole:
         raise DamageError(f"{source}: neither commit sector is whole, so its slices are unknown")

@@ -144,9 +144,8 @@ class SlotFiles:
         )
 
     def _paths(self, layout: Layout, rank: int, slots: int) -> list[Path]:
-        return [
-            self._place.slot_path(rank, layout.digest, slots, number) for number in range(1, _BESIDE_MAX + 1)
-        ]
+        numbers = range(1, _BESIDE_MAX + 1)
+        return [self._place.slot_path(rank, layout.digest, slots, number) for number in numbers]
 
     def _attach(self, path: Path, found: SlotFileContents, layout: Layout) -> OpenSlots:
         missing = self._missing(path, found)
@@ -182,9 +181,8 @@ class SlotFiles:
         superblock = found.superblock
         free, others = self._free_bytes(), self._promised_bytes(path, superblock)
         if free is not None and free < own + others:
-            raise self._no_room(
-                superblock, f"{own} bytes are missing, and {others} are promised to other ranks"
-            )
+            cause = f"{own} bytes are missing, and {others} are promised to other ranks"
+            raise self._no_room(superblock, cause)
         file = open_private_file(path, os.O_RDWR)
         try:
             if not self._can_make_lazily():
@@ -272,9 +270,8 @@ class SlotFiles:
             sync_directory(path.parent)
 
     def _no_room(self, superblock: Superblock, cause: str) -> ConfigError:
-        earlier = sum(
-            path.lstat().st_size for path, rank in self._place.slot_paths() if rank == superblock.rank
-        )
+        own = [path for path, rank in self._place.slot_paths() if rank == superblock.rank]
+        earlier = sum(path.lstat().st_size for path in own)
         held = (
             f"; {earlier} bytes in it hold this rank's slices of an earlier layout, which stay until a step of the new "
             "one is complete"

@@ -92,13 +92,10 @@ class OpenSlots:
 
     def make_pages(self) -> None:
         """Start a thread that makes the missing slots; the file stays mapped until the thread has ended."""
-        pages = self.pages
         with self._core:
-            if (
-                pages is not None
-                and not self._retired
-                and pages.start(self._on_pages_made, self._on_pages_ended)
-            ):
+            if self.pages is None or self._retired:
+                return
+            if self.pages.start(self._on_pages_made, self._on_pages_ended):
                 self._writers += 1
 
     def _on_pages_made(self, slot: int) -> None:

@@ -36,9 +36,8 @@ class MlflowTracker(Tracker):
         self.last_step = max(own, default=-1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._send(
-            {name: value for name, value in metrics.items() if step > self._last_steps.get(name, -1)}, step
-        )
+        new = [name for name in metrics if step > self._last_steps.get(name, -1)]
+        self._send({name: metrics[name] for name in new}, step)
 
     def mark(self, marks: Sequence[Mark]) -> None:
         for mark in marks:
