@@ -36,7 +36,7 @@ from trainer_side.restore.inventory import newest_attempt
 from trainer_side.seat import claim_port
 from trainer_side.tiers.tier import Tier
 from trainer_side.tiers.tier_inventory import TierInventory, take_inventory
-from trainer_side.tiers.tier_set import StagerCouncil, TierSet
+from trainer_side.tiers.tier_set import RankCouncil, TierSet
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -216,7 +216,7 @@ def open_tier_set(
         PeerLost: A rank is gone.
     """
     if not config.tiers:
-        return TierSet(StagerCouncil(link.agree))
+        return TierSet(RankCouncil(link.agree))
     # Imported here, so that only jobs with tiers load this code.
     from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
     from trainer_side.tiers.open_tiers import open_tiers

@@ -194,16 +194,16 @@ def _find_clash(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor]) -
     for view, value in zip(views, values, strict=True):
         view.copy_(value)
     for number, (view, value) in enumerate(zip(views, values, strict=True)):
-        if _same_bytes(view, value):
+        if same_bytes(view, value):
             continue
         for other in range(number + 1, len(group)):
             view.copy_(value)
             views[other].copy_(values[other])
-            if not _same_bytes(view, value):
+            if not same_bytes(view, value):
                 yield group[number].path, group[other].path
                 return
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(left, right)

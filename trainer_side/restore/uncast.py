@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from trainer_side.restore.structure import Structure
+from trainer_side.restore.two_values import same_bytes
 from trainer_side.state.optimizer_places import match_parameters, numbers_of
 from trainer_side.state.tree import children, tensor_paths, with_changes
 
@@ -156,9 +157,7 @@ def _restored(loaded: Any, saved: Any, device: torch.device, *, only_casts: bool
 def _is_cast(loaded: torch.Tensor, saved: torch.Tensor) -> bool:
     """Whether `loaded` is nothing but `saved`, cast."""
     cast = saved.to(loaded.device, loaded.dtype)
-    return cast.shape == loaded.shape and torch.equal(
-        *(one.contiguous().reshape(-1).view(torch.uint8) for one in (cast, loaded))
-    )
+    return cast.shape == loaded.shape and same_bytes(cast, loaded)
 
 
 def _in_container_of(saved: Any, loaded: Any, values: Mapping[Any, Any]) -> Any:

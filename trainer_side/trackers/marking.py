@@ -22,7 +22,6 @@ from trainer_side.trackers.tracker import Mark, Tracker
 
 _log = logging.getLogger("holdfast.trainer")
 
-_SECONDS = {"staged": "staged_seconds", "durable": "durable_seconds"}
 _QUEUED_MAX = 1000
 _TURN_SECONDS = 1.0
 _END_SECONDS_MAX = 5.0  # limit for trackers at the end of training
@@ -65,8 +64,8 @@ class MarkSender:
                 self._saved_at.pop(old, None)
             self._needs_flush = True
             self._enqueue(None, Mark("stall_seconds", step, float(fields["cst_seconds"])))
-        elif event in _SECONDS and (seconds := fields.get(f"{event}_seconds")) is not None:
-            self._enqueue(None, Mark(_SECONDS[event], step, float(seconds)))
+        elif event in ("staged", "durable") and (seconds := fields.get(f"{event}_seconds")) is not None:
+            self._enqueue(None, Mark(f"{event}_seconds", step, float(seconds)))
         elif event == "complete" and (saved_at := self._saved_at.pop(step, None)) is not None:
             self._enqueue(None, Mark("kept_seconds", step, self._clock() - saved_at))
 

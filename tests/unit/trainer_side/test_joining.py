@@ -25,7 +25,7 @@ from trainer_side.ranks.ports import World
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import Tier
 from trainer_side.tiers.tier_inventory import TierInventory, take_inventory
-from trainer_side.tiers.tier_set import StagerCouncil, TierSet
+from trainer_side.tiers.tier_set import RankCouncil, TierSet
 
 
 def _kept(tier: Tier, attempt: int, step: int, *, ranks: int = 1, rank: int = 0) -> None:
@@ -198,7 +198,7 @@ def test_without_tiers_hurry_shortens_the_wait_for_the_other_ranks() -> None:
         waits.append(seconds_max)
         return Agreement(4096, {})
 
-    tiers = TierSet(StagerCouncil(agree))
+    tiers = TierSet(RankCouncil(agree))
     tiers.council.agree(Proposal("", [], 0, {}))
     tiers.council.limit_wait(3.0)
     tiers.council.agree(Proposal("", [], 0, {}))
@@ -207,7 +207,7 @@ def test_without_tiers_hurry_shortens_the_wait_for_the_other_ranks() -> None:
 
 def test_without_tiers_the_ranks_agree_through_the_stager_and_no_step_is_kept() -> None:
     agreement = Agreement(4096, {})
-    tiers = TierSet(StagerCouncil(lambda *_, **__: agreement))
+    tiers = TierSet(RankCouncil(lambda *_, **__: agreement))
     assert tiers.council.agree(Proposal("", [], 0, {})) is agreement
     tiers.council.confirm_ready(None)
     with pytest.raises(ConfigError, match="of the test"):
