@@ -145,17 +145,17 @@ class ResumableSampler(DataPlace):
             StateError: The loader takes its samples from elsewhere, with another batch size, or out of order.
         """
         found = self._batch_size(loader)
-        batch_size = None if batch_size is None else _check_batch_size(batch_size)
-        if batch_size is None and found is None:
+        size = found if batch_size is None else _check_batch_size(batch_size)
+        if size is None:
             raise StateError(
                 f"sampler: {type(loader).__name__} does not tell its batch size; call follow(loader, batch_size)"
             )
-        if batch_size is not None and found is not None and batch_size != found:
+        if found not in (None, size):
             raise StateError(
                 f"sampler: follow(): batch_size is {batch_size}, but the loader reads batches of {found}; "
                 "give both the same number"
             )
-        return OpaqueIterator(self._follow(loader, found or batch_size or 0))
+        return OpaqueIterator(self._follow(loader, size))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the next sample; the same on every rank.

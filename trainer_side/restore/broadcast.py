@@ -4,9 +4,8 @@
     others                                    a window ◄──┘ ─► CRC-32, to be compared ─► their own parts
 
 No rank has memory for a whole split tensor, so shared bytes go from window to window. A window holds the shared bytes
-of one unit back to back, and is sent as one message however many runs it has. The number of windows is limited: a
-window is reused when its bytes have arrived everywhere (`Peers.finish`), and a reader that is ahead waits for that.
-Bytes for a device also arrive in windows, and each message is transferred to the device as one section.
+of one unit back to back, and is sent as one message. It is reused when its bytes have arrived everywhere
+(`Peers.finish`). Bytes for a device also arrive in windows.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Chooses the tensors of a checkpoint that are read straight into device memory, and allocates that memory.
 
 Live tensors are not read into. They are loaded from that memory once all CRCs are right: `load_state_dict` copies on
-the device, and an optimizer adopts its moments. `ReadPlan.copy_remaining` copies the parts of split tensors; parts
-without a live tensor are read into their final place.
-
-Only tensors that loading would copy to the device unchanged are read there: tensors of modules and bare tensors whose
-live tensor is there with the same dtype, an optimizer's moments whose parameter is there, and a rank's parts of split
-tensors in the dtype of its live part. All other bytes are read into host memory.
+the device, an optimizer adopts its moments, and `ReadPlan.copy_remaining` copies the parts of split tensors. Only
+tensors that loading would copy to the device unchanged, in the same dtype, are read there.
 """
 
 from __future__ import annotations

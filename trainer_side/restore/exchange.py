@@ -1,8 +1,5 @@
 """The exchange of bytes among the ranks, and its checks, since a transfer may flip a bit.
 
-    Broadcast (broadcast.py)    bytes that every rank takes
-    Scatter (scatter.py)        bytes of which each rank takes its own regions
-
     of a portable file    each entry's CRC-32 is in its manifest: compare it with those of its parts, combined
     of slices            the rank that read a part tells the others its CRC-32 (`exchange_sums`)
 

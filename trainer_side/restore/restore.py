@@ -1,12 +1,11 @@
 """Restores the newest good checkpoint, read from the nearest copy, on any number of ranks.
 
 1. All ranks run the same stages. Each stage ends with an agreement, so an error of one rank is raised on all.
-2. Bytes that one tier cannot provide are read from another tier of any rank, or from the store (`slice_reader.py`). If
-   no source has them intact (a CRC, a size, a structure, a missing file), the next older checkpoint is tried. Every
-   other error is raised: an older checkpoint does not help if the store is down or the shapes differ.
-3. Objects that torch loads without custom code have their tensors read in place (`torch_loading.py`,
-   `Structure.adopt`). After an exception these may hold bytes of any checkpoint: do not train on with this state.
-4. Each rank fills its own parts of split tensors (`split_parts.py`, `scatter.py`).
+2. Bytes that one tier cannot provide are read from another tier of any rank, or from the store. If no source has them
+   intact, the next older checkpoint is tried. Every other error is raised: an older checkpoint does not help if the
+   store is down or the shapes differ.
+3. Objects that torch loads without custom code have their tensors read in place. After an exception these may hold
+   bytes of any checkpoint: do not train on with this state.
 """
 
 from __future__ import annotations

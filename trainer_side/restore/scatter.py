@@ -5,10 +5,7 @@
     others                       straight into their memory ◄──┘   the reader is one of the ranks that need the chunk
 
 A rank holds the bytes of a region in the order of the whole tensor. A parcel therefore has one run for each region, and
-is received straight into its place. A parcel ends with its CRC-32. Ranks with the same region get the same parcel.
-
-The number of packed chunks is limited: a reader that is ahead waits until its parcels are sent. Bytes for regions on a
-device are received into a page-locked window, and each message is transferred from there as one section.
+is received straight into its place, or for a device into a page-locked window. It ends with its CRC-32.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ NOTICE, AT      ─► Rank0PreemptionCoordinator ─► SAVE_AT
 ROOM            ─────────────────► ROOM
 DOUBT           ─────────────────► DOUBTED
 
-Rank 0 decides for each tier separately: a step that is complete in the memory of all machines is no use if only their
-disks survive. Rank 0 decides each step once, so no step is complete for one rank and void for another. Ranks overwrite
+Rank 0 decides for each tier separately, since memory and disks fail separately, and each step once. Ranks overwrite
 older steps only after COMPLETE, and therefore never the last step that all ranks hold.
 """
 
