@@ -69,12 +69,12 @@ class SlotFiles:
     ) -> None:
         self._name, self._place, self._medium = name, place, medium
         self._slots, self._writers, self._later = slots, writers, later
+        self.layouts: dict[str, Layout] = {}  # known ones, by digest
 
-    def open(self, layout: Layout, rank: int, layouts: dict[str, Layout]) -> OpenSlots:
+    def open(self, layout: Layout, rank: int) -> OpenSlots:
         """Open the slot file for this layout, or make it. See `Tier.prepare` for errors."""
         for slots in [self._slots] if self._slots else [count + SLOTS_MIN - 1 for count in _IN_FLIGHT_TRIED]:
-            opened = self._open_existing(layout, rank, slots, layouts)
-            if opened is not None:
+            if (opened := self._open_existing(layout, rank, slots)) is not None:
                 return opened
         self._place.remove_unfinished(rank)
         profile = self._measure_profile(layout, rank)
@@ -82,14 +82,14 @@ class SlotFiles:
         path = next(path for path in self._paths(layout, rank, slots) if not os.path.lexists(path))
         self._make(path, layout, rank, slots, profile.writers)
         try:
-            opened = self._open_existing(layout, rank, slots, layouts)
+            opened = self._open_existing(layout, rank, slots)
         except ConfigError:
             path.unlink(missing_ok=True)  # there is no room for its pages
             raise
         assert opened is not None, "it was just made"
         return opened
 
-    def remove_older(self, opened: OpenSlots, order: Order, layouts: dict[str, Layout]) -> list[Path]:
+    def remove_older(self, opened: OpenSlots, order: Order) -> None:
         """Every rank has sealed `order`: remove files that hold only older steps and have no living writer."""
         removed = []
         for path, rank in self._place.slot_paths():
@@ -100,7 +100,7 @@ class SlotFiles:
             except HoldfastError:
                 continue  # its writer lives
             try:
-                found = examine(path, self._place, rank, layouts)
+                found = examine(path, self._place, rank, self.layouts)
                 if all((named.attempt, named.step) < order for named in found.committed if named is not None):
                     for one in (*proofs_of(path), path):
                         one.unlink()
@@ -116,18 +116,15 @@ class SlotFiles:
             )
             with translate_errors("remove", self._place.directory):
                 sync_directory(self._place.directory)
-        return removed
 
     # -- an existing file ----------------------------------------------------------------------------------------
 
-    def _open_existing(
-        self, layout: Layout, rank: int, slots: int, layouts: dict[str, Layout]
-    ) -> OpenSlots | None:
+    def _open_existing(self, layout: Layout, rank: int, slots: int) -> OpenSlots | None:
         for path in self._paths(layout, rank, slots):
             if not os.path.lexists(path):
                 return None
             try:
-                found = examine(path, self._place, rank, layouts)
+                found = examine(path, self._place, rank, self.layouts)
                 if found.superblock.layout_digest != layout.digest or found.superblock.slots != slots:
                     raise DamageError(f"{path}: holds another layout than its name says")
                 return self._attach(path, found, layout)

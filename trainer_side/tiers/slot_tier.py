@@ -71,7 +71,6 @@ class SlotTier(Tier):
         self._preparing = threading.Lock()
         self._lock: RankLock | None = None
         self._open: OpenSlots | None = None
-        self._layouts: dict[str, Layout] = {}
         self._superblocks: dict[str, Superblock] = {}
         self._damage: list[str] = []
         self._leftovers = False  # files of other layouts may exist
@@ -105,7 +104,7 @@ class SlotTier(Tier):
             if self._lock is None:
                 self._lock = RankLock(self._place, rank, seconds_max=_DYING_SECONDS_MAX)
             try:
-                self._open = self._files.open(layout, rank, self._layouts)
+                self._open = self._files.open(layout, rank)
             except BaseException:
                 if now is None:
                     self._lock.release()
@@ -142,7 +141,7 @@ class SlotTier(Tier):
         opened = self._open
         try:
             if opened is not None and opened.complete((attempt, step)) and self._leftovers:
-                self._files.remove_older(opened, (attempt, step), self._layouts)
+                self._files.remove_older(opened, (attempt, step))
                 self._leftovers = False
         except StoreError as error:  # the slice is sealed, and the next seal reports a failing device
             _log.warning("tier %s: could not record that step %d is complete: %s", self.name, step, error)
@@ -152,13 +151,11 @@ class SlotTier(Tier):
             self._open.void((attempt, step))
 
     def record_doubt(self, steps: DoubtedSteps) -> None:
-        opened = self._open
-        if opened is not None:
+        if (opened := self._open) is not None:
             self._place.write_doubt(opened.rank, steps)
 
     def keep_proof(self, attempt: int, step: int, digest: Digest) -> None:
-        opened = self._open
-        if opened is not None:  # otherwise another process may be writing here
+        if (opened := self._open) is not None:  # otherwise another process may be writing here
             opened.keep_proof((attempt, step), digest, self._place.replace_file)
 
     def proof(self, kept: SealedSlice) -> Digest | None:
@@ -176,7 +173,7 @@ class SlotTier(Tier):
             return []
         found: list[SealedSlice] = []
         doubts = self._place.doubts()
-        files, self._damage = scan(self._place, self._layouts)
+        files, self._damage = scan(self._place, self._files.layouts)
         for file in files:
             for one in file.kept:
                 found.append(replace(one, doubt=doubt_about(doubts, CheckpointId(*one.seal.order))))
@@ -204,9 +201,8 @@ class SlotTier(Tier):
             raise StoreError(f"{kept.place}: this tier has listed no slice there")
         what = f"{kept.place} slot {kept.slot}"
         if offset < 0 or offset + view.nbytes > superblock.area_bytes:
-            raise DamageError(
-                f"{what}: asked for bytes {offset} to {offset + view.nbytes}, the slice has {superblock.area_bytes}"
-            )
+            end = offset + view.nbytes
+            raise DamageError(f"{what}: asked for bytes {offset} to {end}, the slice has {superblock.area_bytes}")
         with translate_errors("read", Path(kept.place)):
             done = read(superblock.slot_offset(kept.slot) + offset, view.cast("B"))
         if done != view.nbytes:
