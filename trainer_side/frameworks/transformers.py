@@ -4,12 +4,6 @@
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=callback.restore(trainer))
 
-    restore          restores model, optimizer and TrainerState, and writes the latter into a folder for Trainer to read
-    on_train_begin   restores the scheduler, which Trainer has made by now, and the learning rates that this has changed
-    on_step_begin    calls step() for the previous step, after its logs and evaluation; the first call sets the random
-                     states again
-    on_train_end     calls step() for the last step, and closes the Checkpointer
-
 docs/guides/transformers.md says what is restored exactly.
 """
 
@@ -139,7 +133,7 @@ class HoldfastCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Save the state after the previous step, if a checkpoint is due."""
+        """Save the state after the previous step, its logs and its evaluation, if a checkpoint is due."""
         self._random.reload()
         self._step(state)
 

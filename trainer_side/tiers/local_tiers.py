@@ -254,8 +254,7 @@ class LocalTiers(TierSet):
                     (tier.complete if verdict.complete else tier.void)(*verdict.order)
 
         # Not on the training thread, which a hanging device must not block.
-        limit, what = self._prepare_seconds_max, "making room for slices"
-        threads.calls.call_with_deadline(what, prepare, seconds_max=limit, late=lambda _: None)
+        threads.calls.call_with_deadline("making room for slices", prepare, self._prepare_seconds_max)
 
     def slot_memories(self) -> Sequence[memoryview]:
         return self.tiers[0].memories() if self.is_direct else ()
@@ -337,7 +336,7 @@ class LocalTiers(TierSet):
 
         # `begin` may flush persistent memory, and the training thread must not hang with the device.
         what, limit, begin = f"a slot for step {order[1]}", self._call_seconds_max, partial(tier.begin, *order)
-        return threads.calls.call_with_deadline(what, begin, seconds_max=limit, late=abandon_late)
+        return threads.calls.call_with_deadline(what, begin, limit, abandon_late)
 
     def keep(self, write: TierWrite, area: SliceSource | None) -> None:
         write.area = area

@@ -41,8 +41,7 @@ class TierWrite:
     compare: Callable[[str], None] = lambda _fingerprints: None
     # Wake the threads that write the step.
     wake_callbacks: list[Callable[[], None]] = field(default_factory=list)
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    cancel_reason: Reason | None = None
+    cancel_reason: Reason | None = None  # why its bytes will never be complete
     kept_in: set[int] = field(default_factory=set)  # tiers that have sealed the step
     lost_in: dict[int, Reason] = field(default_factory=dict)  # tiers that gave the step up
     crc_seconds: float = 0.0
@@ -57,7 +56,7 @@ class TierWrite:
     @property
     def is_wanted(self) -> bool:
         """Whether the step is worth copying: some tier may still seal it."""
-        return not self.cancelled.is_set() and not self.released.is_set()
+        return self.cancel_reason is None and not self.released.is_set()
 
     def is_read_by_others(self, tier: int) -> bool:
         """Whether the link, or another tier than `tier`, may still read the area."""
@@ -67,9 +66,8 @@ class TierWrite:
 
     def cancel(self, reason: Reason) -> None:
         """Make every tier give the step up: its bytes will never be complete. Any thread."""
-        if not self.cancelled.is_set():
+        if self.cancel_reason is None:
             self.cancel_reason = reason
-            self.cancelled.set()
             self.nudge()
 
     def nudge(self) -> None:
