@@ -210,9 +210,10 @@ class ReaderPool:
         self._readings = dict(zip(own, self._readers.futures, strict=True))
 
     def close(self) -> None:
-        """Close the origins, and break the reference cycle that would keep the targets until a collection."""
+        """Close the origins, and break the reference cycles that would keep the targets until a collection."""
         for origin in self._origins.values():
             origin.close()
+        self._readings, self.outcome = {}, Reading()  # their errors refer to the frames of readers
         del self._readers
 
     def wait_for_unit(self, unit: Unit, deadline: float, peers: Peers) -> None:
