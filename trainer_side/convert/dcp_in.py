@@ -164,13 +164,8 @@ def _restore_numbers(tree: Any) -> None:
         return
     state, groups = tree.get("state"), tree.get("param_groups")
     if isinstance(state, dict) and isinstance(groups, list):
-        numbers = {
-            str(one): one
-            for group in groups
-            if isinstance(group, dict)
-            for one in group.get("params", ())
-            if isinstance(one, int)
-        }
+        params = [one for group in groups if isinstance(group, dict) for one in group.get("params", ())]
+        numbers = {str(one): one for one in params if isinstance(one, int)}
         tree["state"] = {numbers.get(key, key): value for key, value in state.items()}
     for value in tree.values():
         _restore_numbers(value)

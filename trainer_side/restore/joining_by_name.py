@@ -219,11 +219,8 @@ class _ParameterMatcher:
         """Whether the other state lacks the object of one of the two, or one of them has no object in its name."""
         objects_here = {name.partition("/")[0] for name in self._here.flat[own].names if "/" in name}
         objects_there = {name.partition("/")[0] for name in self._there.flat[other].names if "/" in name}
-        return (
-            not objects_here <= self._there.objects
-            or not objects_there <= self._here.objects
-            or not (objects_here and objects_there)
-        )
+        are_known = objects_here <= self._there.objects and objects_there <= self._here.objects
+        return not (are_known and objects_here and objects_there)
 
     def _check_unmatched(self, rest_here: Sequence[int], rest_there: Sequence[int]) -> None:
         """Refuse unmatched parameters if both sides have names, and one of these names is known to the other side."""
@@ -381,11 +378,9 @@ def _renumber(
 ) -> None:
     """Renumber the saved state as the script's optimizer numbers its parameters."""
     there = numbers_of(saved)
-    texts = [
-        name
-        for group in saved["param_groups"]
-        for name in group.get("param_names") or [None] * len(group["params"])
-    ]
+    texts: list[Any] = []
+    for group in saved["param_groups"]:
+        texts += group.get("param_names") or [None] * len(group["params"])
     old_keys = [there[other] for other in order]
     state = renumbered_state(saved, zip(numbers_of(live), old_keys, strict=True))
     arranged, begin = [], 0

@@ -128,11 +128,8 @@ def _names_of(
     for group, positions in zip(saved["param_groups"], groups, strict=True):
         if not all(position.names for position in positions):
             return None
-        pairs = [
-            (name.partition("/")[2], number)
-            for number, position in zip(group["params"], positions, strict=True)
-            for name in position.names
-        ]
+        numbered = zip(group["params"], positions, strict=True)
+        pairs = [(name.partition("/")[2], number) for number, one in numbered for name in one.names]
         found.append(dict(pairs))
         if len(found[-1]) != len(pairs):
             return None  # two modules of the state have the same names
@@ -164,12 +161,8 @@ def _keys_by_name(
                     )
                 used[number].update(found)
                 keys_of[-1][-1].append(found[0])
-    lost = [
-        name
-        for of_group, keys in zip(known, used, strict=True)
-        for name, key in of_group.items()
-        if key not in keys
-    ]
+    of_groups = zip(known, used, strict=True)
+    lost = [name for names, keys in of_groups for name, key in names.items() if key not in keys]
     if lost:
         raise StateError(
             f"{at}: the checkpoint has the parameters {', '.join(lost[:5])}, which no rank has ({len(lost)} in all); "
@@ -255,11 +248,8 @@ def _saved(tree: Mapping[str, Any], name: str) -> Mapping[Any, Any]:
 
 def _optimizers(state: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
     """Names of optimizers whose saved state has torch's form."""
-    return [
-        name
-        for name, value in state.items()
-        if isinstance(value, torch.optim.Optimizer) and is_optimizer_dict(tree.get(name))
-    ]
+    optimizers = (name for name, value in state.items() if isinstance(value, torch.optim.Optimizer))
+    return [name for name in optimizers if is_optimizer_dict(tree.get(name))]
 
 
 def _is_by_name(saved: Mapping[str, Any]) -> bool:

@@ -235,14 +235,9 @@ def _chunks_without(image: Manifest, without: Collection[int]) -> list[int]:
         for index, entry in enumerate(image.entries)
         if index not in without and entry.nbytes
     ]
-    return sorted(
-        {
-            chunk
-            for begin, end in spans
-            if begin < end
-            for chunk in range(begin // image.chunk_bytes, (end - 1) // image.chunk_bytes + 1)
-        }
-    )
+    nbytes = image.chunk_bytes
+    chunks = (range(begin // nbytes, (end - 1) // nbytes + 1) for begin, end in spans if begin < end)
+    return sorted({*itertools.chain.from_iterable(chunks)})
 
 
 _TIER_REQUEST_BYTES = 4 << 20  # a multiple of the page size; small enough to stay in the processor's cache

@@ -256,12 +256,9 @@ class RestoreAttempt:
     def _open_slices(self) -> bytes:
         job, candidate = self._job, self._candidate
         self._image = layout = job.tier_listing.layout(candidate, self._peers)
-        origins: dict[int, Origin] = {
-            holder.number: KeptSlice(*job.tier_listing.own[holder.number])
-            for some in candidate.slices.values()
-            for holder in some
-            if holder.rank == self._peers.rank
-        }
+        rank, own = self._peers.rank, job.tier_listing.own
+        numbers = [one.number for some in candidate.slices.values() for one in some if one.rank == rank]
+        origins: dict[int, Origin] = {number: KeptSlice(*own[number]) for number in numbers}
         if self._manifest is not None and job.store is not None:
             origins[STORE] = StoredFile(job.store, self._manifest)
         self._slice_reader = SliceReader(

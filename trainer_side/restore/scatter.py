@@ -250,10 +250,8 @@ def _readers(chunks: int, needed: Collection[int], peers: Peers) -> np.ndarray:
     """Return the reader of each chunk: in turn one of the ranks that need it, -1 if none does. Collective."""
     mine = np.zeros(chunks, np.uint8)
     mine[list(needed)] = 1
-    needed_by_rank = [
-        np.unpackbits(np.frombuffer(bits, np.uint8), count=chunks)
-        for bits in gather(peers, np.packbits(mine).tobytes())
-    ]
+    packed = gather(peers, np.packbits(mine).tobytes())
+    needed_by_rank = [np.unpackbits(np.frombuffer(bits, np.uint8), count=chunks) for bits in packed]
     count = np.sum(needed_by_rank, axis=0, dtype=np.int32)
     chosen = np.arange(chunks, dtype=np.int32) % np.maximum(count, 1)
     readers, seen = np.full(chunks, -1, np.int32), np.zeros(chunks, np.int32)

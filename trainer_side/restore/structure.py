@@ -269,12 +269,8 @@ class Structure:
     def _storage_entries(self) -> list[int]:
         """Return the entries of storages that are not empty, in the order of their numbers."""
         entries: Sequence[Entry | EntryRecord] = self._image.entries
-        numbered = sorted(
-            (int(entry.name.rpartition("/")[2]), index)
-            for index, entry in enumerate(entries)
-            if is_storage(entry.name) and entry.nbytes
-        )
-        return [index for _, index in numbered]
+        filled = [index for index, one in enumerate(entries) if is_storage(one.name) and one.nbytes]
+        return sorted(filled, key=lambda index: int(entries[index].name.rpartition("/")[2]))
 
     def _check_paths(self) -> None:
         """Check that each tensor lies in the entry that the manifest names, as torch does not promise any order."""

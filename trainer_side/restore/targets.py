@@ -151,10 +151,7 @@ class Claims:
         if not local.numel():
             return None
         order = _order(path, saved)
-        region = Region(
-            tuple(held.region.start[dimension] for dimension in order),
-            tuple(held.region.size[dimension] for dimension in order),
-        )
+        region = Region(*(tuple(one[dimension] for dimension in order) for one in held.region))
         base = int(saved.storage_offset()) * item_bytes
         place = entry, base, tuple(saved.shape[dimension] for dimension in order), item_bytes, region
         begin = local.data_ptr()
@@ -322,10 +319,8 @@ class ChunkWindows:
 
     def __init__(self, image: ImageMap, entries: Collection[int]) -> None:
         self._image = image
-        self._order = sorted(
-            (index for index in entries if image.entries[index].nbytes),
-            key=lambda index: image.entries[index].offset,
-        )
+        filled = [index for index in entries if image.entries[index].nbytes]
+        self._order = sorted(filled, key=lambda index: image.entries[index].offset)
         self._ends = [image.entries[index].offset + image.entries[index].nbytes for index in self._order]
 
     def parts(self, extents: Sequence[Extent]) -> list[EntryPart]:

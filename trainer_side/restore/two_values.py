@@ -158,11 +158,9 @@ def _is_shared_in_file(group: Sequence[_LiveView], saved: Mapping[str, torch.Ten
         same_form = tensor.dtype == one.local.dtype and tensor.stride() == one.local.stride()
         same_form = same_form and tensor.shape == one.local.shape
         # This rank has only parts of split tensors: the parts agree if the whole tensors are one.
-        form = (
-            (one.begin - group[0].begin - begin,)
-            if same_form
-            else (begin, tensor.dtype, tensor.shape, tensor.stride())
-        )
+        form: tuple[object, ...] = begin, tensor.dtype, tensor.shape, tensor.stride()
+        if same_form:
+            form = (one.begin - group[0].begin - begin,)
         places.add((tensor.untyped_storage().data_ptr(), form))
     return len(places) == 1
 

@@ -258,11 +258,8 @@ class VoteCount:
             del self._ballots[tier, order]
 
     def _orders(self, tier: int, *, void: bool) -> list[Order]:
-        return [
-            order
-            for (at, order), ballot in self._ballots.items()
-            if at == tier and (ballot.void is not None) == void
-        ]
+        ballots = self._ballots.items()
+        return [one for (at, one), ballot in ballots if at == tier and (ballot.void is not None) == void]
 
     def _lost_reason(self, ballot: _Ballot) -> Reason:
         missing = sorted(self._lost.keys() - ballot.sealed)
