@@ -26,12 +26,7 @@ _U64 = np.uint64
 
 
 class Permutation:
-    """A permutation of `range(length)`: the same for the same name on every machine, with every release.
-
-    Args:
-        length: Number of places, at least 1.
-        name: Any text; each name gives another permutation.
-    """
+    """A permutation of `range(length)`, at least 1: the same for the same name on every machine, with every release."""
 
     def __init__(self, length: int, name: str) -> None:
         self._length = length

@@ -249,11 +249,8 @@ class CommitVotes(RankCouncil):
 
     def send_notice(self, notice: Notice) -> None:
         if self.problem is not None:
-            _log.error(
-                "rank %d: %s; the ranks no longer agree on anything, so no extra checkpoint is taken",
-                self._rank,
-                notice.sentence(),
-            )
+            why = f"{notice.sentence()}; the ranks no longer agree on anything, so no extra checkpoint is taken"
+            _log.error("rank %d: %s", self._rank, why)
             return
         who = f"rank {self._rank} on host {platform.node()} (process {os.getpid()})"
         body = wire.to_json({**notice.to_json(), "who": who})

@@ -72,11 +72,7 @@ def can_populate() -> bool:
 
 
 def populate(
-    address: int,
-    nbytes: int,
-    *,
-    write: bool = True,
-    stopped: Callable[[], bool] | None = None,
+    address: int, nbytes: int, *, write: bool = True, stopped: Callable[[], bool] | None = None
 ) -> bool:
     """Have the kernel map all pages of a mapping, with as many threads as this rank has cores. Any thread.
 

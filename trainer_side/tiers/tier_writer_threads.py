@@ -109,12 +109,8 @@ class TierCalls:
                 )
             self.hang_reason = hangs
         if before is None and hangs is not None:
-            _log.error(
-                "rank %d: tier %s takes nothing until its device answers: it %s",
-                self._rank,
-                self._name,
-                hangs,
-            )
+            message = "rank %d: tier %s takes nothing until its device answers: it %s"
+            _log.error(message, self._rank, self._name, hangs)
             return hangs
         if before is not None and hangs is None:
             _log.warning("rank %d: tier %s answers again, and is used again", self._rank, self._name)

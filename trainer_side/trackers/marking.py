@@ -31,8 +31,7 @@ _SAVES_MAX = 16  # whose begin is remembered
 class MarkSender:
     """Turns events into marks, and sends these to the trackers.
 
-    Args:
-        turn_seconds: Interval between calls of `Tracker.mark` without new marks, so that it can retry delayed ones.
+    `turn_seconds`: Between calls of `Tracker.mark` without new marks, in which it can retry delayed ones.
     """
 
     def __init__(
@@ -74,10 +73,8 @@ class MarkSender:
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
         if self._thread.ident is not None and not self._ended.wait(_END_SECONDS_MAX):
-            _log.warning(
-                "an experiment tracker does not answer; %d marks about checkpoints are not sent",
-                self._queue.qsize(),
-            )
+            unsent = self._queue.qsize()
+            _log.warning("an experiment tracker does not answer; %d marks about checkpoints are not sent", unsent)
 
     def _enqueue(self, tracker: Tracker | None, mark: Mark) -> None:
         try:
@@ -122,10 +119,6 @@ class MarkSender:
             call()
         except Exception as error:  # noqa: BLE001 - a failing tracker must not end training
             self._trackers = [one for one in self._trackers if one is not tracker]
-            _log.warning(
-                "the experiment tracker %s gets no more marks about checkpoints: %s: %s",
-                tracker.kind,
-                type(error).__name__,
-                error,
-            )
+            what = f"{type(error).__name__}: {error}"
+            _log.warning("the experiment tracker %s gets no more marks about checkpoints: %s", tracker.kind, what)
             _log.debug("the tracker failed", exc_info=True)

@@ -19,13 +19,7 @@ KIND = "mlflow"
 
 
 class MlflowTracker(Tracker):
-    """A run in the tracking store.
-
-    Args:
-        run: Result of `mlflow.start_run`.
-        client: The client of its tracking store.
-        last_steps: Metric → its newest step in the run.
-    """
+    """A run: result of `mlflow.start_run`. `client`: Of its tracking store. `last_steps`: Newest step of each metric."""
 
     kind = KIND
 

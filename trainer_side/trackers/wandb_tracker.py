@@ -37,12 +37,9 @@ _log = logging.getLogger("holdfast.trainer")
 
 
 class WandbTracker(Tracker):
-    """A run of W&B.
+    """A run: result of `wandb.init`. `last_step`: Its newest step.
 
-    Args:
-        run: Result of `wandb.init`.
-        last_step: Its newest step.
-        first_step: The step to run first, for an offline run, which W&B counts from 0 again.
+    `first_step`: The step to run first, for an offline run, which W&B counts from 0 again.
     """
 
     kind = KIND
