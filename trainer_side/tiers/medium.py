@@ -148,10 +148,8 @@ class MappedFile:
         self.copy: Copy | None = ctypes.memmove
         with translate_errors("map", path):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
+            with os.fdopen(file, "r+b"):
                 self._map = self._mapped(file, os.fstat(file).st_size)
-            finally:
-                os.close(file)
             self._view = memoryview(self._map)
             self._address = address_of(self._view)
             self._touch()

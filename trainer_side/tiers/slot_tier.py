@@ -23,11 +23,10 @@ from holdfast.ring.directory import open_private_file
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store.posix_errors import translate_errors
 from holdfast.store.posix_io import OpenFile, read_fully
-from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.medium import Medium
 from trainer_side.tiers.slot_file import scan
 from trainer_side.tiers.slot_files import SlotFiles
-from trainer_side.tiers.slot_format import SLOTS_MAX, Superblock
+from trainer_side.tiers.slot_format import Superblock
 from trainer_side.tiers.slot_proof import proof_path, read_proof, slice_identity
 from trainer_side.tiers.slot_writer import OpenSlots, SlotWriter
 from trainer_side.tiers.tier import Nearness, SealedSlice, Tier
@@ -43,7 +42,7 @@ class SlotTier(Tier):
     """A tier of slot files. `name` is the tier as in the setting. `medium` opens a slot file.
 
     `slots` is the number of slots of a file, `writers` that of threads that write at once. None: measured on the
-    device. ConfigError: out of range.
+    device.
     """
 
     keeps_proofs = True
@@ -58,13 +57,6 @@ class SlotTier(Tier):
         slots: int | None,
         writers: int | None,
     ) -> None:
-        if slots is not None and not SLOTS_MIN <= slots <= SLOTS_MAX:
-            raise ConfigError(
-                f"tier {name}: slots must be from {SLOTS_MIN} (one complete step, one on its way) to {SLOTS_MAX}, got "
-                f"{slots}"
-            )
-        if writers is not None and writers < 1:
-            raise ConfigError(f"tier {name}: writers must be at least 1, got {writers}")
         self.name, self.nearness, self._place, self._writers = name, nearness, place, writers
         later = nearness is Nearness.MEMORY
         self._files = SlotFiles(name, place, medium, slots=slots, writers=writers, later=later)
