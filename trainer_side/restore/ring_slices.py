@@ -86,13 +86,7 @@ class RingContents:
         return RingSlices(self._fetch, found, near, near_on_all_ranks=peers.all_agree(near is not None))
 
     def _layout(self, digest: str, peers: Peers) -> Layout | None:
-        data = b""
-        if peers.rank == 0 and self._fetch is not None:
-            try:
-                data = self._fetch(FetchKind.LAYOUT, body=digest.encode()) or b""
-            except HoldfastError as error:
-                _log.warning("restore: %s; the ring is not used", error)
-        data = peers.broadcast(data if peers.rank == 0 else None)
+        data = _fetch_on_rank_0(self._fetch, peers, FetchKind.LAYOUT, digest.encode())
         try:
             layout = Layout.from_bytes(data) if data else None
         except ProtocolError as error:
@@ -103,20 +97,26 @@ class RingContents:
 
 def fetch_ring_contents(fetch: Fetch | None, peers: Peers) -> RingContents:
     """Ask the stager, from rank 0, for the contents of the ring. Collective. PeerLost: a rank is gone."""
-    data = place = b""
-    if peers.rank == 0 and fetch is not None:
-        try:
-            data = fetch(FetchKind.HELD) or b""
-            place = fetch(FetchKind.PLACE) or b""
-        except HoldfastError as error:
-            _log.warning("restore: %s; the ring is not used", error)
-    data = peers.broadcast(data if peers.rank == 0 else None)
-    place = peers.broadcast(place if peers.rank == 0 else None)
+    data = _fetch_on_rank_0(fetch, peers, FetchKind.HELD)
+    if not data:
+        return RingContents(fetch, [])
+    place = _fetch_on_rank_0(fetch, peers, FetchKind.PLACE)
     try:
-        return RingContents(fetch, decode_held(data) if data else [], place)
+        return RingContents(fetch, decode_held(data), place)
     except ProtocolError as error:
         _log.warning("restore: the stager's ring: %s; not used", error)
         return RingContents(None, [])
+
+
+def _fetch_on_rank_0(fetch: Fetch | None, peers: Peers, kind: FetchKind, body: bytes = b"") -> bytes:
+    """Return the stager's answer on every rank; empty if it has none, or does not answer. Collective."""
+    data = b""
+    if peers.rank == 0 and fetch is not None:
+        try:
+            data = fetch(kind, body=body) or b""
+        except HoldfastError as error:
+            _log.warning("restore: %s; the ring is not used", error)
+    return peers.broadcast(data if peers.rank == 0 else None)
 
 
 class RingSlices(SliceKeeper):
