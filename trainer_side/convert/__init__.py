@@ -9,7 +9,7 @@ safetensors_out, dcp_out              out: the formats
 state_comparison                      two states, compared tensor by tensor
 import_source                         in: a file as a state, and that state as a checkpoint of one rank
 safetensors_in, dcp_in                in: the formats
-dcp_claims, dcp_parts, dcp_names      in: the checked claims, stored parts and names of a DCP folder
+dcp_claims, dcp_parts                 in: the checked claims and stored parts of a DCP folder
 plain_values                          values other than tensors, as JSON
 
 The commands are operator_side/commands/export.py, import_state.py and diff.py.

@@ -22,8 +22,7 @@ from holdfast.errors import ConfigError, DamageError, StateError
 from holdfast.image.layout import CHUNK_BYTES, Layout
 from holdfast.wire.state_messages import Agreement
 from trainer_side.convert.contents import bytes_of
-from trainer_side.convert.dcp_in import read_dcp
-from trainer_side.convert.dcp_names import read_names
+from trainer_side.convert.dcp_in import read_dcp, read_names
 from trainer_side.convert.dcp_parts import StoredTensor
 from trainer_side.convert.safetensors_in import read_safetensors
 from trainer_side.state.pickle_bounds import (
