@@ -40,14 +40,7 @@ from trainer_side.restore.inventory import StoreListing, TierListing, ask_rank_0
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.loading import check_state_fits, live_trees, load, may_refuse, open_per_rank
 from trainer_side.restore.narrowing import StageNames, narrow, needs_all_names
-from trainer_side.restore.read_plan import (
-    KeptSlice,
-    Origin,
-    ReadPlan,
-    StoredFile,
-    agree_on_plan,
-    store_units,
-)
+from trainer_side.restore.read_plan import KeptSlice, Origin, ReadPlan, StoredFile, agree_on_plan, store_units
 from trainer_side.restore.reading import Reading, ReadOptions, SourceUsage, read
 from trainer_side.restore.scatter import Scatter
 from trainer_side.restore.slice_reader import SliceReader

@@ -25,14 +25,7 @@ from trainer_side.ranks.peers import LonePeers, Peers, gather, raise_agreed
 from trainer_side.restore.choice import NEARNESS_OF_RING, STORE, Candidate, Holder
 from trainer_side.restore.device_sections import DeviceSections
 from trainer_side.restore.exchange import check_entries, check_sums, exchange_sums
-from trainer_side.restore.read_plan import (
-    FramePiece,
-    FrameSource,
-    Origin,
-    Unit,
-    divide,
-    pieces_of,
-)
+from trainer_side.restore.read_plan import FramePiece, FrameSource, Origin, Unit, divide, pieces_of
 from trainer_side.restore.reading import Failure, Reading, ReadOptions, read
 from trainer_side.restore.structure import ImageEnds, ImageMap, ends_of
 from trainer_side.restore.targets import ChunkWindows, EntryPart, EntrySink, EntryTarget, Sum
