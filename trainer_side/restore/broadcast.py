@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.device_sections import DeviceSections, SectionPart, SectionWindow, aligned
+from trainer_side.restore.device_sections import DeviceSections, SectionPart, SectionWindow, pad
 from trainer_side.restore.exchange import Exchange
 from trainer_side.restore.read_plan import Unit
 from trainer_side.restore.structure import ImageMap
@@ -73,7 +73,7 @@ class Broadcast(Exchange):
         super().__init__(_AHEAD)
         self._windows, self._targets, self._device_sections = windows, targets, device_sections
         self._chunk_bytes = min(image.chunk_bytes, image.image_bytes)
-        self._place_bytes = aligned(self._chunk_bytes)
+        self._place_bytes = pad(self._chunk_bytes)
         self._send_indexes: dict[_Key, int] = {}
         if any(not isinstance(target, EntryTarget) for target in targets.values()):
             through_window = (unit for unit in own if any(map(self.uses_window, windows.parts(unit.extents))))

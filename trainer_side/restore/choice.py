@@ -271,10 +271,8 @@ def best_first(
     StoreMissing: No good checkpoint has the metric. ConfigError: Neither `wanted` nor a manifest gives the mode.
     """
     metrics = {CheckpointId(one.attempt, one.step): one.metrics for one in stored if one.metrics}
-    recorded = [
-        BestRule.model_validate({"metric": one.best_metric, "mode": one.best_mode}) if one.best_metric else None
-        for one in stored
-    ]
+    rules = [{"metric": one.best_metric, "mode": one.best_mode} for one in stored]
+    recorded = [BestRule.model_validate(one) if one["metric"] else None for one in rules]
     rule = rule_of(wanted.metric, wanted.mode, recorded)
     usable = [one for one in listed if isinstance(one, Candidate) and one.checkpoint in metrics]
     if rule is None or all(rule.metric not in metrics[one.checkpoint] for one in usable):

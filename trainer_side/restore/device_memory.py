@@ -156,7 +156,9 @@ class _Destination(NamedTuple):
 def _device_of(named: NamedTensor, destination: _Destination | None, tensors: int) -> torch.device | None:
     """The device for a tensor of the tree; None: host memory. `tensors`: how many share its storage."""
     tensor = named.tensor
-    if destination is None or destination.dtype not in (None, tensor.dtype) or tensor_refusal(tensor) is not None:
+    if destination is None or tensor_refusal(tensor) is not None:
+        return None
+    if destination.dtype not in (None, tensor.dtype):
         return None
     whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
     return None if destination.is_exclusive and (tensors > 1 or not whole) else destination.device

@@ -31,7 +31,7 @@ WIDEST_BYTES = 8  # of an element; sections keep this alignment
 _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-def aligned(nbytes: int) -> int:
+def pad(nbytes: int) -> int:
     """Round up to whole elements of the widest kind."""
     return -(-nbytes // WIDEST_BYTES) * WIDEST_BYTES
 
@@ -136,7 +136,7 @@ class DeviceSections:
     def _on_device(self, section: torch.Tensor) -> torch.Tensor:
         nbytes = section.numel()
         if self._scratch is None or self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(aligned(nbytes), dtype=torch.uint8, device=self._device)
+            self._scratch = torch.empty(pad(nbytes), dtype=torch.uint8, device=self._device)
         self._scratch[:nbytes].copy_(section, non_blocking=True)
         return self._scratch
 

@@ -352,7 +352,8 @@ class RestoreAttempt:
             tier, kept = job.tier_listing.own[one.number]
             if not tier.keeps_proofs or (rank, one.tier) in job.hanging:
                 continue
-            read_proof, seconds_max = functools.partial(tier.proof, kept), job.options.seconds_max * HANGING_SHARE
+            read_proof = functools.partial(tier.proof, kept)
+            seconds_max = job.options.seconds_max * HANGING_SHARE
             digest, problem = None, ""
             try:
                 digest = within(read_proof, seconds_max, name="holdfast-tier-proof")

@@ -22,7 +22,7 @@ from holdfast.errors import DamageError
 from holdfast.image.regions import Comb, Region
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import STORE
-from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow, aligned
+from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow, pad
 from trainer_side.restore.exchange import Exchange
 from trainer_side.restore.read_plan import Unit
 from trainer_side.restore.structure import ImageMap, chunk_extent
@@ -159,7 +159,7 @@ class Scatter(Exchange):
             self._section = self._device_sections.window(
                 max(self._largest, min(_INCOMING_MAX * self._largest, _INCOMING_BYTES_MAX))
             )
-        begin = aligned(self._section_end) + first % WIDEST_BYTES
+        begin = pad(self._section_end) + first % WIDEST_BYTES
         self._section_end = begin + end - first
         self._parts.append(SectionPart(region.device, first, begin, end - first))
         return self._section.bytes[begin : self._section_end]
@@ -167,7 +167,7 @@ class Scatter(Exchange):
     def _device_bytes(self, chunk: int) -> int:
         """Return the most space in a window that the received bytes of one chunk take."""
         runs = [end - first for region, first, end in self._runs(chunk) if region.device is not None]
-        return sum(aligned(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
+        return sum(pad(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
 
     def _range_in_chunk(self, entry: int, base: int, comb: Comb, chunk: int) -> tuple[int, int]:
         begin = chunk * self._image.chunk_bytes - self._image.entries[entry].offset - base

@@ -94,7 +94,8 @@ def allocate_split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) ->
             for own, saved in tensor_paths(moments):
                 path, key = f"{name}/state/{number}/{own}", own.rpartition("/")[2]
                 before = value_at(value.state.get(parameter, {}), own)
-                is_there = is_split(before) and before.dtype == saved.dtype  # it is kept, as a whole tensor is
+                # A moment that the optimizer has in the saved dtype is kept, as a whole tensor is.
+                is_there = is_split(before) and before.dtype == saved.dtype
                 if key != "step" and saved.shape == parameter.shape and not is_there:
                     parts[path] = _allocate_like(path, parameter, saved.dtype)
     return parts

@@ -254,7 +254,8 @@ class LocalTiers(TierSet):
                     (tier.complete if verdict.complete else tier.void)(*verdict.order)
 
         # Not on the training thread, which a hanging device must not block.
-        threads.calls.call_with_deadline("making room for slices", prepare, self._prepare_seconds_max)
+        what, limit = "making room for slices", self._prepare_seconds_max
+        threads.calls.call_with_deadline(what, prepare, limit, lambda _: None)
 
     def slot_memories(self) -> Sequence[memoryview]:
         return self.tiers[0].memories() if self.is_direct else ()
@@ -335,8 +336,8 @@ class LocalTiers(TierSet):
                 writer.abandon()
 
         # `begin` may flush persistent memory, and the training thread must not hang with the device.
-        what, limit, begin = f"a slot for step {order[1]}", self._call_seconds_max, partial(tier.begin, *order)
-        return threads.calls.call_with_deadline(what, begin, limit, abandon_late)
+        what, begin = f"a slot for step {order[1]}", partial(tier.begin, *order)
+        return threads.calls.call_with_deadline(what, begin, self._call_seconds_max, abandon_late)
 
     def keep(self, write: TierWrite, area: SliceSource | None) -> None:
         write.area = area

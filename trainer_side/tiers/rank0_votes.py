@@ -198,8 +198,8 @@ class VoteCount:
         self._refused[order] = why
         if len(self._refused) > self._open_max:
             del self._refused[min(self._refused)]
-        ballots = [*self._ballots.items()]
-        return [self._void(tier, order, why) for (tier, one), ballot in ballots if one == order and not ballot.void]
+        tiers = [tier for (tier, one), ballot in self._ballots.items() if one == order and not ballot.void]
+        return [self._void(tier, order, why) for tier in tiers]
 
     def count_skipped(self, rank: int, tier: int, order: Order, why: Reason) -> list[StepVerdict]:
         """Note that a rank will never seal its slice. Called once per rank and slice that is not sealed."""

@@ -193,8 +193,9 @@ class SlotTier(Tier):
             raise StoreError(f"{kept.place}: this tier has listed no slice there")
         what = f"{kept.place} slot {kept.slot}"
         if offset < 0 or offset + view.nbytes > superblock.area_bytes:
-            end = offset + view.nbytes
-            raise DamageError(f"{what}: asked for bytes {offset} to {end}, the slice has {superblock.area_bytes}")
+            raise DamageError(
+                f"{what}: asked for bytes {offset} to {offset + view.nbytes}, the slice has {superblock.area_bytes}"
+            )
         with translate_errors("read", Path(kept.place)):
             done = read(superblock.slot_offset(kept.slot) + offset, view.cast("B"))
         if done != view.nbytes:

@@ -75,7 +75,7 @@ class TierCalls:
                 del self._calls[me]
 
     def call_with_deadline(
-        self, what: str, call: Callable[[], _T], seconds_max: float, late: Callable[[_T], object] | None = None
+        self, what: str, call: Callable[[], _T], seconds_max: float, late: Callable[[_T], object]
     ) -> _T:
         """Make a call in another thread, and wait `seconds_max` for it, then raise StoreError.
 
