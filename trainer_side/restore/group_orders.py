@@ -126,13 +126,14 @@ def _would_change(value: Any, order: GroupOrder) -> bool:
     """Whether the value may be a per-group list, and reordering would change it."""
     if not isinstance(value, list | tuple) or len(value) != len(order.groups):
         return False
-    return any(_differ(one, other) for one, other in zip(value, order.of(value), strict=True))
+    return any(differ(one, other) for one, other in zip(value, order.of(value), strict=True))
 
 
-def _differ(one: Any, other: Any) -> bool:
+def differ(one: Any, other: Any) -> bool:
+    """Whether two plain values differ."""
     try:
         return bool(one is not other and one != other)
-    except (RuntimeError, ValueError):  # tensors, or arrays, of several elements
+    except Exception:  # noqa: BLE001 - tensors of several elements, or a class with an `!=` of its own
         return True
 
 

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from holdfast.errors import StateError
+from trainer_side.restore.group_orders import differ
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.mismatch import describe_mismatch
 from trainer_side.restore.split_parts import SplitPart
@@ -99,14 +100,6 @@ def refill(live: Any, saved: Any) -> bool:
         live.clear()
         live.extend(saved)
     return True
-
-
-def differs(live: Any, saved: Any) -> bool:
-    """Whether a plain value of the script differs from the saved one."""
-    try:
-        return bool(live != saved)
-    except Exception:  # noqa: BLE001 - a tuple with tensors, or a class with an `!=` of its own
-        return True
 
 
 def _same_kind(live: Any, saved: Any) -> bool:
@@ -374,9 +367,7 @@ def load(
                 values[name] = value if refill(value, saved) else saved
         except StateError as refused:
             raise StateError(f"{refused}; {_describe_progress(names, turn, in_place)}") from refused
-    stale = [
-        name for name, value in values.items() if value is not state[name] and differs(state[name], value)
-    ]
+    stale = [name for name, value in values.items() if differ(state[name], value)]
     if stale:
         _log.warning(
             "not restored, because the script holds plain values that cannot be changed in place: %s; keep each "

@@ -172,9 +172,8 @@ class Claims:
 
     def _claim(self, span: tuple[int, int]) -> bool:
         place = bisect.bisect_left(self._spans, span)
-        after = self._spans[place : place + 1]
-        before = self._spans[max(0, place - 1) : place]
-        if (after and after[0][0] < span[1]) or (before and before[0][1] > span[0]):
+        neighbours = self._spans[max(0, place - 1) : place + 1]
+        if any(begin < span[1] and span[0] < end for begin, end in neighbours):
             return False
         self._spans.insert(place, span)
         return True
