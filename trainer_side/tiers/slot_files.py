@@ -148,13 +148,13 @@ class SlotFiles:
         missing = self._missing(path, found)
         medium = self._medium(path)
         try:
-            later = self._make_next(path, medium, found, missing)
+            later = self._make_next(medium, found, missing)
             file = SlotFile(medium, found.superblock, source=str(path))
         except BaseException:
             medium.close()
             raise
 
-        make = partial(self._make_pages, path, medium, found.superblock)
+        make = partial(self._make_pages, medium, found.superblock)
         what = f"rank {found.superblock.rank}: not all slots are made"
         opened = OpenSlots(
             file,
@@ -202,29 +202,22 @@ class SlotFiles:
                     promised += missing_bytes(other)
         return promised
 
-    def _make_next(
-        self, path: Path, medium: Medium, found: SlotFileContents, missing: Sequence[int]
-    ) -> list[int]:
+    def _make_next(self, medium: Medium, found: SlotFileContents, missing: Sequence[int]) -> list[int]:
         """Make the pages of slots that hold a slice, and of the first free one; return the other missing slots."""
         free = [slot for slot, named in enumerate(found.committed) if named is None]
         later = [slot for slot in missing if slot in free[1:]]
         for slot in missing:
             if slot not in later:
-                self._make_pages(path, medium, found.superblock, slot, None)
+                self._make_pages(medium, found.superblock, slot, None)
         return later
 
     def _make_pages(
-        self,
-        path: Path,
-        medium: Medium,
-        superblock: Superblock,
-        slot: int,
-        stopped: Callable[[], bool] | None,
+        self, medium: Medium, superblock: Superblock, slot: int, stopped: Callable[[], bool] | None
     ) -> None:
         assert isinstance(medium, MappedFile)
         begin, end = _span(superblock, slot)
         free = self._free_bytes()
-        if free is not None and free < min(end - begin, missing_bytes(path)):
+        if free is not None and free < min(end - begin, missing_bytes(medium.path)):
             raise self._no_room(superblock, f"too full for slot {slot}")
         try:
             medium.make(begin, end - begin, stopped)
