@@ -367,7 +367,7 @@ def _moment_shape(moments: Any) -> tuple[int, ...] | None:
 
 
 def renumbered_state(saved: Mapping[str, Any], keys: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return the state of these parameters only, `keys`: new and old, and all that is not of a parameter."""
+    """Return the state of the parameters in `keys` (pairs of new and old key), and all that belongs to none."""
     state, of_parameters = saved["state"], {*numbers_of(saved)}
     others = {key: value for key, value in state.items() if key not in of_parameters}
     return others | {new: state[old] for new, old in keys if old in state}
