@@ -79,16 +79,12 @@ class StoredTensor:
                 if first + len(out) == part_tensor.nbytes:
                     self._loaded = None
             return
-        view, done = out.data, 0
-        with part.path.open("rb", buffering=0) as file:
+        with part.path.open("rb") as file:
             file.seek(part.offset + first)
-            while done < len(view):
-                count = file.readinto(view[done:])
-                if not count:
-                    raise DamageError(
-                        f"{part.path}: the file has become shorter while it was read; copy the folder again"
-                    )
-                done += count
+            if file.readinto(out.data) < len(out):
+                raise DamageError(
+                    f"{part.path}: the file has become shorter while it was read; copy the folder again"
+                )
 
     def _load_part(self, number: int) -> torch.Tensor:
         path, offset, length = self._parts[number]

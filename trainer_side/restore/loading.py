@@ -73,9 +73,6 @@ def same_group_lists(optimizer: Optimizer) -> Iterator[None]:
         one.param_groups = kept[id(loaded)]
 
 
-_REFILLED = (dict, list, set, deque)
-
-
 def refill(live: Any, saved: Any) -> bool:
     """Replace the content of the container `live` by that of `saved`, recursively. Training thread.
 
@@ -84,28 +81,22 @@ def refill(live: Any, saved: Any) -> bool:
     """
     if live is saved:
         return True
-    if not _same_kind(live, saved):
-        return False
-    if isinstance(live, dict):
+    if isinstance(live, dict) and isinstance(saved, Mapping):
         content = {key: _merge(live.get(key), value) for key, value in saved.items()}
         live.clear()
         live.update(content)
-    elif isinstance(live, list):
+    elif isinstance(live, list) and isinstance(saved, list):
         old = [*live, *[None] * (len(saved) - len(live))]
         live[:] = [_merge(before, value) for before, value in zip(old, saved, strict=False)]
-    elif isinstance(live, set):
+    elif isinstance(live, set) and isinstance(saved, set):
         live.clear()
         live.update(saved)
-    else:
+    elif isinstance(live, deque) and isinstance(saved, deque):
         live.clear()
         live.extend(saved)
+    else:
+        return False
     return True
-
-
-def _same_kind(live: Any, saved: Any) -> bool:
-    if isinstance(live, dict):
-        return isinstance(saved, Mapping)
-    return any(isinstance(live, kind) and isinstance(saved, kind) for kind in _REFILLED)
 
 
 def _merge(live: Any, saved: Any) -> Any:
