@@ -97,6 +97,3 @@ class SkippedSamples:
     def spans_after(self, place: int) -> list[list[int]]:
         """Return the spans that end after `place`, for a state."""
         return [[first, end] for first, end in self.spans if end > place]
-
-    def __bool__(self) -> bool:
-        return bool(self.spans)

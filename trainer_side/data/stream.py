@@ -125,9 +125,8 @@ class ResumableStream(DataPlace):
         return int(getattr(self._source, "num_workers", 0))
 
     def _next(self) -> Any:
-        if self._skipped:
-            for _ in range(self._skipped.begin(self._samples_read) - self._samples_read):
-                self._read_one()
+        for _ in range(self._skipped.begin(self._samples_read) - self._samples_read):
+            self._read_one()
         return self._read_one()
 
     def _read_one(self) -> Any:
