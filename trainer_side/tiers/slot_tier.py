@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
-from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
 from holdfast.image.proof_record import Digest
 from holdfast.ring.directory import open_private_file
@@ -168,7 +167,7 @@ class SlotTier(Tier):
         files, self._damage = scan(self._place, self._files.layouts)
         for file in files:
             for one in file.kept:
-                found.append(replace(one, doubt=doubt_about(doubts, CheckpointId(*one.seal.order))))
+                found.append(replace(one, doubt=doubt_about(doubts, one.seal.order)))
                 self._superblocks[one.place] = file.superblock
         return sorted(found, key=lambda one: (one.seal.order, -one.seal.rank), reverse=True)
 
