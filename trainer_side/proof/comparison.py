@@ -83,7 +83,9 @@ def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Compari
         if old_number == new_number or (math.isnan(old_number) and math.isnan(new_number)):
             continue
         if not found and math.isclose(old_number, new_number, rel_tol=_LAST_DIGITS):
-            notes.append(f"the {what} differs in its last digits only ({values}): kernels are not deterministic")
+            notes.append(
+                f"the {what} differs in its last digits only ({values}): kernels are not deterministic"
+            )
         else:
             found.append(StepDifference(what, values))
     found.sort(key=lambda one: _ORDER.index(one.what))
@@ -143,7 +145,9 @@ def resume_proof(by_rank: Sequence[Comparison | None], *, ranks_before: int) -> 
         return not_proven(f"{missing[2:]}; {_join_words(named)} {verb} of the run before on {had}")
     notes = [*dict.fromkeys(note for one in comparisons for note in one.notes)][:1]
     if DATA not in compared:
-        notes.append("data could not be compared: give step() the batch, or put a ResumableSampler into the state")
+        notes.append(
+            "data could not be compared: give step() the batch, or put a ResumableSampler into the state"
+        )
     text = f"resume verified: {_join_words(named)} {verb} of the run before{other}"
     return ResumeProof(ProofVerdict.VERIFIED, "; ".join([text, *notes]))
 

@@ -105,9 +105,7 @@ def ask_rank_0(peers: Peers, ask: Callable[[], bytes]) -> bytes:
     return peers.broadcast(answer)
 
 
-def list_tiers(
-    tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float
-) -> TierListing:
+def list_tiers(tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float) -> TierListing:
     """List the slices in every tier of every rank, in at most `seconds_max` per tier. Collective.
 
     Tiers that fail or hang, and slices whose layout is not that of their seal, are left out and named in `problems`:
@@ -323,7 +321,8 @@ def newest_attempt(
             if not without_store:
                 raise
             _log.warning(
-                "the store does not answer, so the newest attempt is the newest that the local tiers have: %s", error
+                "the store does not answer, so the newest attempt is the newest that the local tiers have: %s",
+                error,
             )
             return b"0"
 

@@ -218,9 +218,9 @@ def check_state_fits(
             "so that the object can be restored"
         )
     mismatches = [
-        wrong
+        text
         for name, value in state.items()
-        if name in tree and (wrong := describe_mismatch(name, value, tree[name], ranks=ranks))
+        if name in tree and (text := describe_mismatch(name, value, tree[name], ranks=ranks))
     ]
     if mismatches:
         raise StateError(

@@ -220,11 +220,11 @@ def store_units(image: Manifest, ranks: int, without: Collection[int] = ()) -> l
     everything = range(-(-image.image_bytes // image.chunk_bytes))
     chosen = _chunks_without(image, without) if without else everything
     chunks = len(chosen)
-    units = []
-    for rank in range(ranks):
-        for chunk in chosen[rank * chunks // ranks : (rank + 1) * chunks // ranks]:
-            units.append(Unit(rank, STORE, chunk, -1, (chunk_extent(image, chunk),), ()))
-    return units
+    return [
+        Unit(rank, STORE, chunk, -1, (chunk_extent(image, chunk),), ())
+        for rank in range(ranks)
+        for chunk in chosen[rank * chunks // ranks : (rank + 1) * chunks // ranks]
+    ]
 
 
 def _chunks_without(image: Manifest, without: Collection[int]) -> list[int]:

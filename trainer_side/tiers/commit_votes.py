@@ -249,7 +249,9 @@ class CommitVotes(RankCouncil):
 
     def send_notice(self, notice: Notice) -> None:
         if self.problem is not None:
-            why = f"{notice.sentence()}; the ranks no longer agree on anything, so no extra checkpoint is taken"
+            why = (
+                f"{notice.sentence()}; the ranks no longer agree on anything, so no extra checkpoint is taken"
+            )
             _log.error("rank %d: %s", self._rank, why)
             return
         who = f"rank {self._rank} on host {platform.node()} (process {os.getpid()})"

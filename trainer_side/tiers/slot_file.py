@@ -135,9 +135,7 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
             )
         file_bytes = os.fstat(file).st_size
         if file_bytes < superblock.file_bytes:
-            raise DamageError(
-                f"{source}: cut short: {file_bytes} bytes, expected {superblock.file_bytes}"
-            )
+            raise DamageError(f"{source}: cut short: {file_bytes} bytes, expected {superblock.file_bytes}")
         layout = read_layout(read, superblock, layouts, source=source)
         _, sector = newest_sector(read, superblock, source=source)
         missing: dict[int, str] = {}
@@ -152,9 +150,7 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
                 missing[slot] = str(error)
             else:
                 seal_crc32, complete = commitment.seal_crc32, commitment.complete
-                kept.append(
-                    SealedSlice(seal, layout, source, slot, complete=complete, seal_crc32=seal_crc32)
-                )
+                kept.append(SealedSlice(seal, layout, source, slot, complete=complete, seal_crc32=seal_crc32))
         return SlotFileContents(superblock, layout, sector.slots, missing, tuple(kept))
 
 

@@ -221,11 +221,7 @@ class SlotWriter:
                 self._crcs[frame] = crc32
             reach(Point.SLOT_WRITTEN)
         finally:
-            with self._guard:
-                self._writing -= 1
-                abandoned = self._is_finished and not self._writing
-            if abandoned:
-                self._slots.release(self._slot)
+            self._end_write()
 
     def seal(self, record: Mapping[str, Any]) -> bool:
         with self._guard:
@@ -297,3 +293,10 @@ class SlotWriter:
             if not self._unsealed:
                 self._slots.unseal(self._slot)
                 self._unsealed = True
+
+    def _end_write(self) -> None:
+        with self._guard:
+            self._writing -= 1
+            abandoned = self._is_finished and not self._writing
+        if abandoned:
+            self._slots.release(self._slot)

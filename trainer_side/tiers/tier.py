@@ -112,7 +112,7 @@ class SliceWriter(Protocol):
         """
 
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
-        """Write one frame: its number in `frames_of(layout, rank)`, its `padded_bytes` page-aligned, CRC of `nbytes`."""
+        """Write one frame, by its number in `frames_of`: its `padded_bytes`, page-aligned. The CRC is of `nbytes`."""
 
     def seal(self, record: Mapping[str, Any]) -> bool:
         """Make all frames durable, then commit. False: a newer step is complete already, and the slot is freed."""

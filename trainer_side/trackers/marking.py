@@ -74,7 +74,9 @@ class MarkSender:
             self._queue.put_nowait(None)
         if self._thread.ident is not None and not self._ended.wait(_END_SECONDS_MAX):
             unsent = self._queue.qsize()
-            _log.warning("an experiment tracker does not answer; %d marks about checkpoints are not sent", unsent)
+            _log.warning(
+                "an experiment tracker does not answer; %d marks about checkpoints are not sent", unsent
+            )
 
     def _enqueue(self, tracker: Tracker | None, mark: Mark) -> None:
         try:
@@ -120,5 +122,7 @@ class MarkSender:
         except Exception as error:  # noqa: BLE001 - a failing tracker must not end training
             self._trackers = [one for one in self._trackers if one is not tracker]
             what = f"{type(error).__name__}: {error}"
-            _log.warning("the experiment tracker %s gets no more marks about checkpoints: %s", tracker.kind, what)
+            _log.warning(
+                "the experiment tracker %s gets no more marks about checkpoints: %s", tracker.kind, what
+            )
             _log.debug("the tracker failed", exc_info=True)

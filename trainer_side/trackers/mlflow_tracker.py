@@ -19,7 +19,7 @@ KIND = "mlflow"
 
 
 class MlflowTracker(Tracker):
-    """A run: result of `mlflow.start_run`. `client`: Of its tracking store. `last_steps`: Newest step of each metric."""
+    """A run, from `mlflow.start_run`. `client`: Of its tracking store. `last_steps`: Newest step of each metric."""
 
     kind = KIND
 

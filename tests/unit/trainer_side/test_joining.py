@@ -150,10 +150,11 @@ def test_a_tier_that_one_rank_cannot_open_ends_all() -> None:
 def test_without_a_stager_the_attempt_is_above_tiers_and_store_and_the_store_is_told(tmp_path: Path) -> None:
     tier = open_tier(f"file:{tmp_path / 'disk'}", "/run", slots=2)
     _kept(tier, 7, 1)
+    found = take_inventory(LonePeers(), [tier])
     store_url = str(tmp_path / "store")
     config = TrainerConfig(tiers=["memory"], store=store_url)
-    assert _attempt_without_stager(config, store_url, [tier], LonePeers()) == 8
-    assert _attempt_without_stager(config, store_url, [tier], LonePeers()) == 9
+    assert _attempt_without_stager(config, store_url, found, LonePeers()) == 8
+    assert _attempt_without_stager(config, store_url, found, LonePeers()) == 9
     store = open_store(store_url)
     assert newest_attempt(store) == 9
     assert Lease.acquire(store).attempt == 10, "and a stager is not held up by it"
@@ -164,11 +165,12 @@ def test_a_store_that_does_not_answer_is_passed_over_only_when_told_so(tmp_path:
     store_url = str(tmp_path / "store")
     tier = open_tier(f"file:{tmp_path / 'disk'}", "/run", slots=2)
     _kept(tier, 7, 1)
+    found = take_inventory(LonePeers(), [tier])
     config = TrainerConfig(tiers=["memory"], store=store_url)
     with pytest.raises(StoreError):
-        _attempt_without_stager(config, store_url, [tier], LonePeers())
+        _attempt_without_stager(config, store_url, found, LonePeers())
     without = TrainerConfig(tiers=["memory"], store=store_url, restore_without_store=True)
-    assert _attempt_without_stager(without, store_url, [tier], LonePeers()) == 8
+    assert _attempt_without_stager(without, store_url, found, LonePeers()) == 8
 
 
 @pytest.mark.parametrize(("found", "attempt"), [(0, 5), (4, 5), (5, 6), (9, 10)])

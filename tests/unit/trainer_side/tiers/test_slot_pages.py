@@ -32,9 +32,7 @@ class Making:
         self.refused = 0
         make = MappedFile.make
 
-        def held(
-            medium: MappedFile, offset: int, nbytes: int, stopped: Callable[[], bool] | None
-        ) -> None:
+        def held(medium: MappedFile, offset: int, nbytes: int, stopped: Callable[[], bool] | None) -> None:
             self.calls.append((offset, stopped is not None))
             while stopped is not None and not self.may.wait(0.01) and not stopped():
                 pass
