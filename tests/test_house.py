@@ -172,7 +172,6 @@ NAMED_OTHERWISE = {
         "operator_side/page/words.py",
         "operator_side/simulate/study_pictures.py",
         "trainer_side/convert/plain_values.py",
-        "trainer_side/convert/publishing.py",
         "trainer_side/ranks/uncaught.py",
         "trainer_side/restore/two_values.py",
         "trainer_side/state/accelerator.py",

@@ -53,8 +53,7 @@ from trainer_side.state.skippable import Skippable
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.state.tree import UserState
 from trainer_side.trackers.marking import MarkSender
-from trainer_side.trackers.start_point import StartPoint
-from trainer_side.trackers.tracker import NullTracker, Tracker
+from trainer_side.trackers.tracker import NullTracker, StartPoint, Tracker
 from trainer_side.whole_number import STEP_MAX, describe_value, step_number
 
 _log = logging.getLogger("holdfast.trainer")

@@ -37,7 +37,7 @@ from trainer_side.restore.inventory import newest_attempt
 from trainer_side.seat import claim_port
 from trainer_side.tiers.tier import Tier
 from trainer_side.tiers.tier_inventory import TierInventory, take_inventory
-from trainer_side.tiers.tier_set import StagerCouncil, TierSet
+from trainer_side.tiers.tier_set import RankCouncil, TierSet
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -217,7 +217,7 @@ def open_tier_set(
         PeerLost: A rank is gone.
     """
     if not config.tiers:
-        return TierSet(StagerCouncil(link.agree))
+        return TierSet(RankCouncil(link.agree))
     # Imported here, so that only jobs with tiers load this code.
     from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
     from trainer_side.tiers.open_tiers import open_tiers
@@ -236,7 +236,7 @@ def open_tier_set(
     attempt = (
         _attempt_beside_stager(attempt, inventory, rank=world.rank)
         if attempt
-        else _attempt_without_stager(config, store_url, tiers, peers)
+        else _attempt_without_stager(config, store_url, inventory, peers)
     )
     job = peers.broadcast(uuid.uuid4().hex.encode() if peers.rank == 0 else None).decode()
     return LocalTiers(
@@ -265,13 +265,13 @@ def _attempt_beside_stager(attempt: int, inventory: TierInventory, *, rank: int)
 
 
 def _attempt_without_stager(
-    config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: Peers
+    config: TrainerConfig, store_url: str, inventory: TierInventory, peers: Peers
 ) -> int:
     """Return one more than the newest attempt in the store and in any rank's tiers; record it in the store."""
     agree(peers, _missing_parent_error(config, store_url))
     store = open_store(store_url)
     attempt = 1 + newest_attempt(
-        tiers,
+        inventory.newest_attempt,
         store,
         peers,
         without_store=config.restore_without_store,

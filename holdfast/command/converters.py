@@ -7,11 +7,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from holdfast.checkpoints.image_publishing import Image
 from holdfast.errors import ConfigError
 from holdfast.extras import install_line
 
 if TYPE_CHECKING:
-    from holdfast.checkpoints.image_publishing import Image
     from holdfast.image.manifest import Manifest
     from holdfast.store.base import Store
 
@@ -27,8 +27,8 @@ class ExportResult(NamedTuple):
     tied: Mapping[str, str]  # name → name of the tensor that it shares memory with
 
 
-class ImportSource(Protocol):
-    """A file or folder of another tool that was read and can be published as a checkpoint."""
+class ImportSource(Image, Protocol):
+    """A file or folder of another tool, opened as the image of a checkpoint that can be published."""
 
     @property
     def kind(self) -> str:
@@ -40,12 +40,6 @@ class ImportSource(Protocol):
 
     @property
     def tensors(self) -> int: ...
-
-    @property
-    def image_bytes(self) -> int:
-        """Size of the checkpoint file."""
-
-    def image(self) -> Image: ...
 
 
 class ComparedFile(NamedTuple):

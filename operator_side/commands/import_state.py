@@ -92,11 +92,11 @@ def import_state(
             _reject_existing_checkpoints(catalog)
         now = time.time()
         key = CheckpointId(leased.attempt, step)
-        with progress_bar(path.name, source.image_bytes, hidden=as_json) as advance:
+        with progress_bar(path.name, source.layout.image_bytes, hidden=as_json) as advance:
             manifest = publish_image(
                 leased,
                 key,
-                source.image(),
+                source,
                 progress=advance,
                 facts=ManifestFacts(
                     now, now, {"imported": {"from": path.name[:255], "format": source.kind}}, "import"

@@ -21,7 +21,7 @@ from holdfast.image.slices import SliceSeal
 from holdfast.ring import doorbell as ipc
 from holdfast.ring import journal
 from holdfast.wire import frames as wire
-from trainer_side.convert import safetensors_format
+from trainer_side.convert import safetensors_in
 from trainer_side.tiers import slot_format
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +110,7 @@ def test_versions_are_those_of_the_source(page: str) -> None:
         "seal of a slice": SliceSeal.model_fields["format"].default,
         "proof of a resume": proof_record.FORMAT,
         "claims": lease._LeaseRecord.model_fields["format"].default,
-        "values in an exported safetensors file": safetensors_format.VALUES_FORMAT,
+        "values in an exported safetensors file": safetensors_in.VALUES_FORMAT,
         "slot file of a local tier": str(slot_format.VERSION),
         "wire": str(wire.VERSION),
         "socket of the flusher": str(ipc.VERSION),

@@ -2,15 +2,14 @@
 
     out   contents ─► safetensors_out, by way of plain_values
                    └► dcp_out
-    in    import_source (a file of torch.save, or safetensors_in, or dcp_in) ─► publishing
+    in    import_source: a file of torch.save, or safetensors_in, or dcp_in
 
 contents                              out: a checkpoint, read storage by storage with its CRC-32 checked; flat names
 safetensors_out, dcp_out              out: the formats
 state_comparison                      two states, compared tensor by tensor
-import_source, publishing             in: a file as a state, and that state as a checkpoint of one rank
+import_source                         in: a file as a state, and that state as a checkpoint of one rank
 safetensors_in, dcp_in                in: the formats
-dcp_claims, dcp_parts, dcp_names      in: the checked claims, stored parts and names of a DCP folder
-safetensors_format                    shared by reader and writer
+dcp_claims, dcp_parts                 in: the checked claims and stored parts of a DCP folder
 plain_values                          values other than tensors, as JSON
 
 The commands are operator_side/commands/export.py, import_state.py and diff.py.

@@ -57,20 +57,14 @@ class Contents:
             raise
         self.tree: Any = part_of(self._structure.tree, only, manifest.file)
         # Names of parameters that the tree only numbers; their paths begin at the top of the state.
-        self.names = {
-            at: groups
-            for at, groups in self._structure.names.items()
-            if only is None or at.partition("/")[0] == only
-        }
+        names = self._structure.names
+        self.names = {at: names[at] for at in names if only is None or at.partition("/")[0] == only}
         is_tensor = isinstance(self.tree, torch.Tensor)
         self.tensors: list[NamedTensor] = (
             [NamedTensor("", self.tree)] if is_tensor else tensor_paths(self.tree)
         )
-        self._entries = {
-            storage.data_ptr(): index
-            for index, storage in self._structure.storages.items()
-            if storage.nbytes()
-        }
+        storages = self._structure.storages
+        self._entries = {storage.data_ptr(): index for index, storage in storages.items() if storage.nbytes()}
         self._windows = threading.local()
 
     def entry(self, tensor: torch.Tensor) -> int | None:

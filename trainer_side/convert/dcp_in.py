@@ -2,6 +2,7 @@
 
     .metadata ─► check its claims ─► tree: plain values, and tensors whose memory is never touched
                                   └► where the bytes of each tensor lie (dcp_parts), to be read later
+    holdfast-names.json              {"only": null, "names": {"optimizer": [["model/a.weight", …]]}}; DCP ignores it
 
 DCP unpickles its `.metadata` and each plain value without restriction. This module allows only DCP's own records in the
 metadata, and reads values with `weights_only=True`: no code in the folder is run.
@@ -10,11 +11,12 @@ metadata, and reads values with `weights_only=True`: no code in the folder is ru
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from dataclasses import replace
 from enum import Enum, EnumType
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -27,11 +29,15 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.futures import Future
 
 from holdfast.errors import ConfigError, DamageError, HoldfastError, StateError
+from holdfast.parse_cost import PLAIN_FACTOR, check_cost, json_cost
 from holdfast.pickle_cost import check_pickle
 from trainer_side.convert.dcp_claims import check_claims
-from trainer_side.convert.dcp_parts import Patterns, StoredTensor, stored_tensor
+from trainer_side.convert.dcp_parts import StoredTensor, pattern_of, stored_tensor
 from trainer_side.state.pickle_bounds import NOT_READABLE, unpickler_cause
+from trainer_side.state.position_names import Positions, from_rows
 
+NAMES_FILE = "holdfast-names.json"
+_NAMES_BYTES_MAX = 1 << 28
 _METADATA = ".metadata"
 _METADATA_BYTES_MAX = 1 << 28
 _TUPLES_MAX = 16  # paths in the state are tuples, and so are sizes
@@ -49,15 +55,11 @@ _RECORDS = {
 }
 
 
-class DcpState(NamedTuple):
-    """Contents of a folder. The tensors of the tree have undefined content."""
+def read_dcp(folder: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
+    """Open the folder: a tree, whose tensors have undefined content, and where their bytes are stored.
 
-    tree: dict[str, Any]
-    stored: list[StoredTensor]
-
-
-def read_dcp(folder: Path) -> DcpState:
-    """Open the folder. ConfigError: it is no DCP checkpoint. DamageError, StateError: it cannot be read."""
+    ConfigError: it is no DCP checkpoint. DamageError, StateError: it cannot be read.
+    """
     if not (folder / _METADATA).is_file():
         raise ConfigError(
             f"{folder}: the folder has no {_METADATA}, so it is no checkpoint of torch.distributed.checkpoint; "
@@ -70,11 +72,10 @@ def read_dcp(folder: Path) -> DcpState:
         planner = _Planner()  # type: ignore[no-untyped-call]
         reader = _DcpReader(folder, metadata)
         _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
-        patterns = Patterns()
         for name, tensor in planner.state_dict.items():
             record = metadata.state_dict_metadata[name]
             if isinstance(record, TensorStorageMetadata) and tensor.numel():
-                pattern = patterns.of(record)
+                pattern = pattern_of(record)
                 stored.append(stored_tensor(folder, name, tensor, record, metadata.storage_data, pattern))
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
@@ -84,7 +85,27 @@ def read_dcp(folder: Path) -> DcpState:
     except (pickle.PickleError, *NOT_READABLE) as error:
         raise _as_holdfast_error(folder, error) from error
     _restore_numbers(state)
-    return DcpState(state, stored)
+    return state, stored
+
+
+def read_names(folder: Path) -> tuple[str | None, Positions]:
+    """Read the names in a folder; none if only DCP wrote it. Raises OSError; DamageError: the file is damaged.
+
+    Returns also the name of the part of the state that is in the folder; None: the whole state.
+    """
+    path = folder / NAMES_FILE
+    if not path.is_file():
+        return None, {}
+    try:
+        if path.stat().st_size > _NAMES_BYTES_MAX:
+            raise ValueError(f"{path.stat().st_size} bytes, expected at most {_NAMES_BYTES_MAX}")
+        raw = path.read_bytes()
+        check_cost(json_cost(raw), len(raw), PLAIN_FACTOR)
+        document = json.loads(raw)
+        only = document["only"]
+        return None if only is None else str(only), from_rows(document["names"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamageError(f"{path}: the names of parameters cannot be read: {error!r:.200}") from error
 
 
 def _as_holdfast_error(folder: Path, error: BaseException) -> BaseException:
@@ -169,13 +190,8 @@ def _restore_numbers(tree: Any) -> None:
         return
     state, groups = tree.get("state"), tree.get("param_groups")
     if isinstance(state, dict) and isinstance(groups, list):
-        numbers = {
-            str(one): one
-            for group in groups
-            if isinstance(group, dict)
-            for one in group.get("params", ())
-            if isinstance(one, int)
-        }
+        params = [one for group in groups if isinstance(group, dict) for one in group.get("params", ())]
+        numbers = {str(one): one for one in params if isinstance(one, int)}
         tree["state"] = {numbers.get(key, key): value for key, value in state.items()}
     for value in tree.values():
         _restore_numbers(value)

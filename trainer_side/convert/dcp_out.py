@@ -5,6 +5,7 @@ The planner is DCP's own, except that it reads a tensor's bytes, and checks thei
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,8 @@ from holdfast.errors import HoldfastError, StateError
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from trainer_side.convert.contents import Contents, dense
-from trainer_side.convert.dcp_names import write_names
+from trainer_side.convert.dcp_in import NAMES_FILE
+from trainer_side.state.position_names import to_rows
 
 
 def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None, quiet: bool) -> ExportResult:
@@ -44,7 +46,9 @@ def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None,
 
     def fill(folder: Path, advance: Callable[[int], None]) -> None:
         _save(contents, folder, advance)
-        write_names(folder, contents.names, only)
+        if contents.names:
+            document = {"only": only, "names": to_rows(contents.names)}
+            (folder / NAMES_FILE).write_text(json.dumps(document), encoding="ascii")
 
     with progress_bar(path.name, read_bytes, hidden=quiet) as advance:
         write_folder(path, read_bytes, lambda folder: fill(folder, advance))

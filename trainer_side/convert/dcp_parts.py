@@ -9,6 +9,7 @@ or has another dtype or byte order, is loaded whole by torch, and kept until its
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from trainer_side.convert.contents import bytes_of
 from trainer_side.convert.dcp_claims import describe_part, file_part
 from trainer_side.state.pickle_bounds import NOT_READABLE
 
+_PATTERNS_MAX = 64  # tensors that are split alike share one
 _STORAGE = "data/0"  # where torch.save puts the bytes of a tensor alone
 
 
@@ -77,16 +79,12 @@ class StoredTensor:
                 if first + len(out) == part_tensor.nbytes:
                     self._loaded = None
             return
-        view, done = out.data, 0
-        with part.path.open("rb", buffering=0) as file:
+        with part.path.open("rb") as file:
             file.seek(part.offset + first)
-            while done < len(view):
-                count = file.readinto(view[done:])
-                if not count:
-                    raise DamageError(
-                        f"{part.path}: the file has become shorter while it was read; copy the folder again"
-                    )
-                done += count
+            if file.readinto(out.data) < len(out):
+                raise DamageError(
+                    f"{part.path}: the file has become shorter while it was read; copy the folder again"
+                )
 
     def _load_part(self, number: int) -> torch.Tensor:
         path, offset, length = self._parts[number]
@@ -104,25 +102,16 @@ class StoredTensor:
             raise DamageError(f"{what}: not what DCP reads: {error}; copy the folder again") from error
 
 
-class Patterns:
-    """Cache of patterns: tensors that are split alike share one."""
+def pattern_of(record: TensorStorageMetadata) -> Pattern:
+    """Return how a tensor is split. Its chunks must tile it, as `check_claims` checks."""
+    chunks = [chunk for chunk in record.chunks if 0 not in chunk.sizes]
+    regions = tuple(Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
+    return _pattern(tuple(record.size), record.properties.dtype.itemsize, regions)
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Pattern] = {}
 
-    def of(self, record: TensorStorageMetadata) -> Pattern:
-        """Return how a tensor is split. Its chunks must tile it, as `check_claims` checks."""
-        regions = tuple(
-            Region(tuple(chunk.offsets), tuple(chunk.sizes))
-            for chunk in record.chunks
-            if 0 not in chunk.sizes
-        )
-        shape, item_bytes = tuple(record.size), record.properties.dtype.itemsize
-        key = shape, item_bytes, regions
-        if key not in self._known:
-            holders = tuple((number,) for number in range(len(regions)))
-            self._known[key] = Pattern(shape, item_bytes, regions, holders)
-        return self._known[key]
+@functools.lru_cache(maxsize=_PATTERNS_MAX)
+def _pattern(shape: tuple[int, ...], item_bytes: int, regions: tuple[Region, ...]) -> Pattern:
+    return Pattern(shape, item_bytes, regions, tuple((number,) for number in range(len(regions))))
 
 
 def stored_tensor(

@@ -3,7 +3,10 @@
 file ─► torch.save, in zip format     torch.load(weights_only=True, mmap=True): code in it is refused
      ├► safetensors                   safetensors_in
      └► folder of DCP                 dcp_in
-tree ─► names: under, renamed, dropped ─► can it be saved? ─► Import
+tree ─► names: under, renamed, dropped ─► can it be saved? ─► ImportedState: skeleton, and chunks on request
+
+Tensors may lie in a mapped file, or in files that are read for each chunk. Memory then holds only the publisher's parts
+and the page cache.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import ConfigError, DamageError, StateError
-from trainer_side.convert.dcp_in import read_dcp
-from trainer_side.convert.dcp_names import read_names
+from holdfast.image.layout import CHUNK_BYTES, Layout
+from holdfast.wire.state_messages import Agreement
+from trainer_side.convert.contents import bytes_of
+from trainer_side.convert.dcp_in import read_dcp, read_names
 from trainer_side.convert.dcp_parts import StoredTensor
-from trainer_side.convert.publishing import StateImage, plan_state
 from trainer_side.convert.safetensors_in import read_safetensors
 from trainer_side.state.pickle_bounds import (
     NOT_READABLE,
@@ -28,25 +32,40 @@ from trainer_side.state.pickle_bounds import (
     unpickler_cause,
 )
 from trainer_side.state.position_names import Position, Positions, from_record, to_trailer
-from trainer_side.state.tree import tensor_paths
+from trainer_side.state.skeleton import capture, plan
+from trainer_side.state.tensor_table import table
+from trainer_side.state.tree import classify, tensor_paths
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _NAMES_SHOWN = 8
 
 
 class ImportedState:
-    """An opened state, ready to be published: a `holdfast.command.converters.ImportSource`.
+    """An opened state as the image of a checkpoint of one rank: a `holdfast.command.converters.ImportSource`.
 
-    `stored`: Sources of the bytes of tensors that are not in memory. StateError: the state cannot be saved; names the
-    path.
+    Its tensors must not change. `stored`: Sources of the bytes of tensors that are not in memory. StateError: the state
+    cannot be saved; names the path.
     """
 
     def __init__(
         self, kind: str, tree: Mapping[str, Any], stored: Sequence[StoredTensor], names: Positions
     ) -> None:
-        self.kind, self._tree, self._stored = kind, tree, stored
-        self._trailer = to_trailer(names)
-        self._skeleton = plan_state(tree, self._trailer)
+        self.kind, self._tree = kind, tree
+        self._stored = {one.tensor.data_ptr(): one for one in stored}
+        trailer = to_trailer(names)
+        proposed = table(tree, tree, rank=0, ranks=1, trailer_bytes=len(trailer))
+        self._skeleton = plan(
+            tree,
+            classify(tree, tree),
+            rank=0,
+            ranks=1,
+            chunk_bytes=CHUNK_BYTES,
+            agreed=Agreement(proposed.pickle_bytes, {}),
+            trailer=trailer,
+        )
+        captured = capture(tree, self._skeleton, trailer=trailer)
+        assert captured is not None, "the plan is of this tree"
+        self._captured = captured
 
     @property
     def names(self) -> Sequence[str]:
@@ -57,11 +76,30 @@ class ImportedState:
         return len(tensor_paths(self._tree))
 
     @property
-    def image_bytes(self) -> int:
-        return self._skeleton.layout.image_bytes
+    def layout(self) -> Layout:
+        return self._skeleton.layout
 
-    def image(self) -> StateImage:
-        return StateImage(self._tree, self._skeleton, self._stored, self._trailer)
+    def write_chunk(self, chunk: int, memory: memoryview) -> None:
+        extent = self.layout.chunk_extent(chunk)
+        self._skeleton.write_literals(extent, memory)
+        for segment in self.layout.segments(chunk):
+            if segment.entry is not None:
+                begin = segment.offset - extent.offset
+                offset = segment.offset - self.layout.entries[segment.entry].offset
+                self._write_part(segment.entry, offset, memory[begin : begin + segment.nbytes])
+
+    def _write_part(self, entry: int, offset: int, out: memoryview) -> None:
+        content = self._captured.contents.get(entry)
+        if content is not None:
+            out[:] = content[offset : offset + len(out)]
+            return
+        source = self._captured.sources[entry]
+        assert source is not None, "one rank has every storage"
+        stored = self._stored.get(source.data_ptr)
+        if stored is not None:
+            stored.read(offset, out)
+        else:
+            out[:] = bytes_of(source.data_ptr + offset, len(out))
 
 
 def open_import_source(
@@ -130,8 +168,8 @@ def read_source(path: Path) -> LoadedSource:
             record = torch._C.PyTorchFileReader(file).get_record("data.pkl")
         return LoadedSource("torch", tree, None, (), from_record(record, source=str(path)))
     if magic[8:9] == b"{":
-        found = read_safetensors(path)
-        return LoadedSource("safetensors", found.tree, found.only, (), found.names)
+        tree, part, names = read_safetensors(path)
+        return LoadedSource("safetensors", tree, part, (), names)
     raise DamageError(
         f"{path}: the file begins with {magic[:4]!r}, so it is neither a torch file in zip format nor a safetensors "
         "file; if it is an older torch file, load it with torch.load and save it with torch.save"
@@ -163,9 +201,8 @@ def _named(tree: Any, what: str, renamed: Mapping[str, str], dropped: Sequence[s
     unknown = [name for name in (*renamed, *dropped) if name not in tree]
     if unknown:
         raise ConfigError(f"{what}: there is no {unknown[0]!r} in it; it has {_format_names(tree)}")
-    named: dict[Any, Any] = {
-        renamed.get(name, name): value for name, value in tree.items() if name not in dropped
-    }
+    kept = [name for name in tree if name not in dropped]
+    named: dict[Any, Any] = {renamed.get(name, name): tree[name] for name in kept}
     if len(named) + len(dropped) < len(tree) or not named:
         raise ConfigError(
             f"{what}: after --rename and --drop, two names are the same or no name is left: {_format_names(named)}"

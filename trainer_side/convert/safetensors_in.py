@@ -1,6 +1,10 @@
 """Reads a safetensors file as a tree whose tensors lie in the mapped file.
 
-A file of `holdfast export` gives the exact tree, from its metadata; any other file gives a dict of tensors.
+    u64 little-endian: bytes of the header │ {"name": {"dtype", "shape", "data_offsets"}, …, "__metadata__"} │ bytes …
+
+Each tensor is dense and in row-major order; there are no gaps or overlaps. `__metadata__` maps text to text. A file of
+`holdfast export` has all other values of the state there, under `holdfast`, and gives the exact tree; any other file
+gives a dict of tensors.
 """
 
 from __future__ import annotations
@@ -9,38 +13,56 @@ import json
 import math
 import mmap
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from holdfast.errors import DamageError
 from holdfast.parse_cost import PLAIN_FACTOR, check_cost, json_cost
 from trainer_side.convert.plain_values import decode
-from trainer_side.convert.safetensors_format import (
-    DTYPES,
-    HEADER_BYTES_MAX,
-    LENGTH_BYTES,
-    METADATA,
-    VALUES,
-    VALUES_FORMAT,
-)
 from trainer_side.state.position_names import Positions, from_rows
 
+LENGTH_BYTES = 8
+HEADER_BYTES_MAX = 100_000_000  # the library's limit
+METADATA = "__metadata__"
+VALUES = "holdfast"
+VALUES_FORMAT = "holdfast-safetensors/1"
 _DIMENSIONS_MAX = 64  # of torch
 _EXTENT_END = 1 << 63
 
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, of_torch)
+    for name, of_torch in {
+        "BOOL": "bool",
+        "U8": "uint8",
+        "I8": "int8",
+        "U16": "uint16",
+        "I16": "int16",
+        "U32": "uint32",
+        "I32": "int32",
+        "U64": "uint64",
+        "I64": "int64",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
+        "F8_E8M0": "float8_e8m0fnu",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "F32": "float32",
+        "F64": "float64",
+        "C64": "complex64",
+    }.items()
+    if hasattr(torch, of_torch)
+}
 
-class SafetensorsState(NamedTuple):
-    """Contents of a file."""
 
-    tree: Any
-    only: str | None = None  # the name that the part had in the state (`--only`)
-    names: Positions = MappingProxyType({})  # of numbered objects; paths begin at the top of the state
+def read_safetensors(path: Path) -> tuple[Any, str | None, Positions]:
+    """Open the file. Raises OSError; DamageError: it is not a safetensors file.
 
-
-def read_safetensors(path: Path) -> SafetensorsState:
-    """Open the file. Raises OSError; DamageError: it is not a safetensors file."""
+    Returns the tree, the name that it had in the state as a part of it (`--only`), and the names of numbered objects,
+    with paths from the top of the state.
+    """
     with path.open("rb") as file:
         # A private mapping: torch needs writable memory, and the file must not change.
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -58,14 +80,14 @@ def read_safetensors(path: Path) -> SafetensorsState:
         tensors = {name: _tensor(memory, base, entry) for name, entry in header.items()}
         values = _json(metadata[VALUES].encode()) if VALUES in metadata else None
         if values is None or values["format"] != VALUES_FORMAT:
-            return SafetensorsState(tensors)
+            return tensors, None, {}
         for name, other in values["tied"].items():
             tensors[name] = tensors[other]
         only = values["only"]
         names = from_rows(values.get("names", {}))  # earlier versions wrote none
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamageError(f"{path}: the file is not a safetensors file: {error!r:.200}") from error
-    return SafetensorsState(decode(values["state"], tensors), None if only is None else str(only), names)
+    return decode(values["state"], tensors), None if only is None else str(only), names
 
 
 def _json(raw: bytes) -> Any:

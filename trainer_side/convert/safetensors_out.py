@@ -23,9 +23,10 @@ from holdfast.command.place import write_atomically
 from holdfast.errors import StateError
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
+from holdfast.store.posix_io import write_all
 from trainer_side.convert.contents import Contents, FlatTensor, bytes_of, dense
 from trainer_side.convert.plain_values import encode
-from trainer_side.convert.safetensors_format import (
+from trainer_side.convert.safetensors_in import (
     DTYPES,
     HEADER_BYTES_MAX,
     LENGTH_BYTES,
@@ -87,7 +88,7 @@ class SafetensorsPlan:
         DamageError: bytes are damaged; names the tensors. StoreError: the store failed. Raises OSError.
         """
         os.truncate(fd, self.nbytes)
-        _write_at(fd, memoryview(self._header), 0)
+        write_all(fd, memoryview(self._header), 0)
         # The largest first, so that no reader is left with a large one at the end.
         jobs = sorted(self._by_entry().items(), key=lambda job: -self._contents.nbytes(job[0]))
         with ThreadPoolExecutor(_READERS, thread_name_prefix="export") as readers:
@@ -118,14 +119,14 @@ class SafetensorsPlan:
                     first = max(offset, start)
                     last = min(offset + len(part), start + slot.end - slot.begin)
                     if first < last:
-                        _write_at(fd, part[first - offset : last - offset], base + slot.begin + first - start)
+                        write_all(fd, part[first - offset : last - offset], base + slot.begin + first - start)
 
             self._contents.stream(entry, write_part)
         else:
             storage = self._contents.load(entry)
             for slot in slots:
                 contiguous = dense(slot.flat.tensor, storage)
-                _write_at(fd, bytes_of(contiguous.data_ptr(), slot.end - slot.begin), base + slot.begin)
+                write_all(fd, bytes_of(contiguous.data_ptr(), slot.end - slot.begin), base + slot.begin)
         advance(self._contents.nbytes(entry))
 
     def _make_header(self, only: str | None) -> bytes:
@@ -168,12 +169,6 @@ def _refuse_dtypes(tensors: Sequence[FlatTensor]) -> None:
             f"a safetensors file cannot hold {', '.join(wrong[:_NAMES_SHOWN])}{more}; export with --to dcp or torch, "
             "or another part with --only"
         )
-
-
-def _write_at(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done
 
 
 def write_safetensors(

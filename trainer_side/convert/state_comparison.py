@@ -73,12 +73,12 @@ def compare(a: ComparedFile, b: ComparedFile, *, only: str | None, quiet: bool) 
     """
     one, other = ComparedState(a, only), ComparedState(b, only)
     both = [path for path in one.leaves if path in other.leaves]
-    pairs = [(path, one.leaves[path], other.leaves[path]) for path in both]
     tensors: list[tuple[str, Any, Any]] = []
     values: list[tuple[str, Any, Any]] = []
-    for pair in pairs:
-        are_tensors = isinstance(pair[1], torch.Tensor) and isinstance(pair[2], torch.Tensor)
-        (tensors if are_tensors else values).append(pair)
+    for path in both:
+        first, second = one.leaves[path], other.leaves[path]
+        are_tensors = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+        (tensors if are_tensors else values).append((path, first, second))
     found: list[TensorDifference] = []
     unread = 0
     with progress_bar("tensors", sum(first.numel() for _, first, _ in tensors), hidden=quiet) as advance:
@@ -119,15 +119,12 @@ def _tree_of_file(path: Any, only: str | None) -> Any:
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield tensors, plain values, and containers that are empty or hold only many numbers."""
     inner = list(children(node)) if isinstance(node, dict | list | tuple) else []
-    if not inner or (len(inner) > _SHORT_ITEMS_MAX and _are_numbers(node)):
+    are_numbers = isinstance(node, list | tuple) and all(isinstance(one, int | float) for one in node)
+    if not inner or (len(inner) > _SHORT_ITEMS_MAX and are_numbers):
         yield path, node
         return
     for key, one in inner:
         yield from _leaves(one, f"{path}/{key}" if path else str(key))
-
-
-def _are_numbers(node: Any) -> bool:
-    return isinstance(node, list | tuple) and all(isinstance(one, int | float) for one in node)
 
 
 def _is_same_entry(
@@ -188,17 +185,14 @@ def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> ComparedNumber
     differing = 0
     for begin in range(0, ones.numel(), _BLOCK_ELEMENTS):
         mine, theirs = ones[begin : begin + _BLOCK_ELEMENTS], others[begin : begin + _BLOCK_ELEMENTS]
+        numbers = _numbers(mine), _numbers(theirs)
         if mine.dtype == theirs.dtype:
-            changed = int((_bits(mine) != _bits(theirs)).reshape(mine.numel(), -1).any(1).sum())
-            differing += changed
-            numbers = _numbers(mine), _numbers(theirs)
+            differing += int((_bits(mine) != _bits(theirs)).reshape(mine.numel(), -1).any(1).sum())
+        elif numbers[0] is None or numbers[1] is None:
+            differing += mine.numel()
         else:
-            numbers = _numbers(mine), _numbers(theirs)
-            if numbers[0] is None or numbers[1] is None:
-                differing += mine.numel()
-            else:
-                are_nan = numbers[0].isnan() & numbers[1].isnan()
-                differing += int(((numbers[0] != numbers[1]) & ~are_nan).sum())
+            are_nan = numbers[0].isnan() & numbers[1].isnan()
+            differing += int(((numbers[0] != numbers[1]) & ~are_nan).sum())
         sums.add(*numbers)
     return sums.result(differing)
 

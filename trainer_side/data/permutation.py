@@ -26,21 +26,15 @@ _U64 = np.uint64
 
 
 class Permutation:
-    """A permutation of `range(length)`: the same for the same name on every machine, with every release.
-
-    Args:
-        length: Number of places, at least 1.
-        name: Any text; each name gives another permutation.
-    """
+    """A permutation of `range(length)`, at least 1: the same for the same name on every machine, with every release."""
 
     def __init__(self, length: int, name: str) -> None:
         self._length = length
         # The smallest square that holds all places, without unneeded columns: few values are out of range.
         self._rows = math.isqrt(length - 1) + 1
         self._columns = -(-length // self._rows)
-        self._keys = np.frombuffer(hashlib.shake_256(name.encode()).digest(8 * _ROUNDS), dtype="<u8").astype(
-            _U64
-        )
+        keys = hashlib.shake_256(name.encode()).digest(8 * _ROUNDS)
+        self._keys = np.frombuffer(keys, dtype="<u8").astype(_U64)
 
     def at(self, first: int, count: int) -> list[int]:
         """Return the samples at the `count` places from `first` on."""

@@ -22,7 +22,7 @@ import torch
 from holdfast import supervised as diary
 from holdfast.errors import StateError
 from trainer_side.data.permutation import Permutation
-from trainer_side.data.skipped_samples import SkippedSamples, StepSize, StepSizeCounter
+from trainer_side.data.skipped_samples import SkippedSamples, StepSizeCounter
 from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.data_place import DataPlace
 from trainer_side.state.rng import isolated_rng
@@ -145,17 +145,17 @@ class ResumableSampler(DataPlace):
             StateError: The loader takes its samples from elsewhere, with another batch size, or out of order.
         """
         found = self._batch_size(loader)
-        batch_size = None if batch_size is None else _check_batch_size(batch_size)
-        if batch_size is None and found is None:
+        size = found if batch_size is None else _check_batch_size(batch_size)
+        if size is None:
             raise StateError(
                 f"sampler: {type(loader).__name__} does not tell its batch size; call follow(loader, batch_size)"
             )
-        if batch_size is not None and found is not None and batch_size != found:
+        if found not in (None, size):
             raise StateError(
                 f"sampler: follow(): batch_size is {batch_size}, but the loader reads batches of {found}; "
                 "give both the same number"
             )
-        return OpaqueIterator(self._follow(loader, found or batch_size or 0))
+        return OpaqueIterator(self._follow(loader, size))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the next sample; the same on every rank.
@@ -178,7 +178,7 @@ class ResumableSampler(DataPlace):
         """
         self._position, self._skipped = self._parse_state(saved)
         self._mark = self._position
-        self._step_size = StepSizeCounter(StepSize.from_state(saved.get("step")), step=None)
+        self._step_size = StepSizeCounter(saved.get("step"), step=None)
         self._load_count += 1
         self._read_ahead = self._followed = False
 

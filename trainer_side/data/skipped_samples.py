@@ -7,8 +7,8 @@ batches  0 1 2 6 │ 7 8 9 …          a batch continues after the skipped plac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from holdfast.errors import StateError
 
@@ -19,17 +19,15 @@ class StepSize(NamedTuple):
     samples: int
     batches: int
 
-    @classmethod
-    def from_state(cls, saved: Any) -> StepSize | None:
-        """Read the size from a sampler's state; None if the state has none."""
-        return None if saved is None else cls(*saved)
-
 
 class StepSizeCounter:
-    """Infers the size of a training step from the batches taken between two steps. One thread."""
+    """Infers the size of a training step from the batches taken between two steps. One thread.
 
-    def __init__(self, size: StepSize | None = None, *, step: int | None = -1) -> None:
-        self.size = size  # the newest known size; None: not known yet
+    `size`: As in a sampler's state; None if the state has none.
+    """
+
+    def __init__(self, size: Sequence[int] | None = None, *, step: int | None = -1) -> None:
+        self.size = None if size is None else StepSize(*size)  # the newest known size; None: not known yet
         self._batches, self._samples = 0, 0
         self._last_step = None if step is None else (step, 0)
 
@@ -70,10 +68,7 @@ class SkippedSamples:
 
     def begin(self, place: int) -> int:
         """Return the first place from `place` on that is not skipped."""
-        for first, end in self.spans:
-            if first <= place < end:
-                return end
-        return place
+        return next((end for first, end in self.spans if first <= place < end), place)
 
     def end(self, place: int, count: int) -> int:
         """Return the place after the next `count` samples from `place` on."""
@@ -102,6 +97,3 @@ class SkippedSamples:
     def spans_after(self, place: int) -> list[list[int]]:
         """Return the spans that end after `place`, for a state."""
         return [[first, end] for first, end in self.spans if end > place]
-
-    def __bool__(self) -> bool:
-        return bool(self.spans)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from holdfast.errors import StateError
-from trainer_side.data.skipped_samples import SkippedSamples, StepSize, StepSizeCounter
+from trainer_side.data.skipped_samples import SkippedSamples, StepSizeCounter
 from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.data_place import DataPlace
 from trainer_side.state.rng import isolated_rng
@@ -71,11 +71,8 @@ class ResumableStream(DataPlace):
     def _batches(self, batch_size: int) -> Iterator[list[Any]]:
         mine = range(self._rank * batch_size, (self._rank + 1) * batch_size)
         while True:
-            batch = []
-            for number in range(batch_size * self._ranks):
-                sample = self._next()
-                if number in mine:
-                    batch.append(sample)
+            samples = (self._next() for _ in range(batch_size * self._ranks))
+            batch = [sample for number, sample in enumerate(samples) if number in mine]
             self._step_size.add_batch(batch_size * self._ranks)
             yield batch
 
@@ -85,9 +82,8 @@ class ResumableStream(DataPlace):
         if self._step_size.size is not None:
             state["step"] = list(self._step_size.size)
         if skipped := self._skipped.spans_after(self._samples_read):
-            state["skipped"] = [
-                [max(0, first - self._samples_read), end - self._samples_read] for first, end in skipped
-            ]
+            read = self._samples_read
+            state["skipped"] = [[max(0, first - read), end - read] for first, end in skipped]
         return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -104,7 +100,7 @@ class ResumableStream(DataPlace):
         self._source.load_state_dict(saved["source"])
         self._passes, self._iterator, self._samples_read = int(saved["passes"]), None, 0
         self._skipped = SkippedSamples((first, end) for first, end in saved.get("skipped", ()))
-        self._step_size = StepSizeCounter(StepSize.from_state(saved.get("step")), step=None)
+        self._step_size = StepSizeCounter(saved.get("step"), step=None)
 
     def stepped(self, step: int) -> None:
         """As `ResumableSampler.stepped`."""
@@ -129,9 +125,8 @@ class ResumableStream(DataPlace):
         return int(getattr(self._source, "num_workers", 0))
 
     def _next(self) -> Any:
-        if self._skipped:
-            for _ in range(self._skipped.begin(self._samples_read) - self._samples_read):
-                self._read_one()
+        for _ in range(self._skipped.begin(self._samples_read) - self._samples_read):
+            self._read_one()
         return self._read_one()
 
     def _read_one(self) -> Any:

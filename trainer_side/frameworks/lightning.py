@@ -2,13 +2,6 @@
 
     Trainer(plugins=[HoldfastEnvironment()], callbacks=[HoldfastCallback(every=100)], strategy="ddp").fit(model, loader)
 
-    on_fit_start         makes the Checkpointer and restores, before Lightning makes its loaders and their iterators
-    on_train_start       sets the random states again, since making a loader's iterator draws numbers; takes SIGTERM
-                         back from Lightning
-    on_train_batch_start tells Lightning, at the first batch, that it is no longer restarting
-    on_train_batch_end   calls step() after the optimizer has stepped, unless other work follows (below)
-    on_train_end         saves a step that is still due, and closes the Checkpointer
-
 After a restore Lightning continues with the batch after the saved one. Lightning does not repeat work between two
 batches (validation, the end of an epoch). The callback therefore delays a save before such work until a batch is
 directly followed by another. docs/guides/lightning.md says what is restored exactly.
@@ -171,7 +164,7 @@ class HoldfastCallback(Checkpoint):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the newest checkpoint, if there is one.
+        """Restore the newest checkpoint, if there is one, before Lightning makes its loaders and their iterators.
 
         Raises:
             ConfigError: The Trainer restores by itself, its strategy is FSDP1 or DeepSpeed, or the callback itself uses
@@ -190,9 +183,8 @@ class HoldfastCallback(Checkpoint):
         own, rng = _state(trainer, pl_module, self), {"rng": PerRank(self._random)}
         reject_taken_names({**own, **rng}, self._extra_state)
         before = signal.getsignal(signal.SIGTERM)
-        self.checkpointer = Checkpointer(
-            {**own, **self._extra_state, **rng}, config=self._config, every=self._every
-        )
+        state = {**own, **self._extra_state, **rng}
+        self.checkpointer = Checkpointer(state, config=self._config, every=self._every)
         handler = signal.getsignal(signal.SIGTERM)
         self._notice_handler = None if handler == before else handler
         self.checkpointer.restore()
@@ -201,6 +193,7 @@ class HoldfastCallback(Checkpoint):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the random states to the saved ones, and treat SIGTERM as a notice again."""
+        # Making a loader's iterator has drawn numbers.
         self._random.reload()
         if self._notice_handler is not None:
             # Lightning's handler is a collective of all ranks: a single rank with a notice would block in it.

@@ -28,9 +28,7 @@ def missing_framework(
 def numbered(kind: str, values: Iterable[Any]) -> dict[str, Any]:
     """Name the values of a kind: a single one `optimizer`; several `optimizer0`, `optimizer1` and so on."""
     found = [*values]
-    return (
-        {kind: found[0]} if len(found) == 1 else {f"{kind}{number}": one for number, one in enumerate(found)}
-    )
+    return {kind if len(found) == 1 else f"{kind}{number}": one for number, one in enumerate(found)}
 
 
 def reject_taken_names(own: Mapping[str, Any], more: Mapping[str, Any]) -> None:

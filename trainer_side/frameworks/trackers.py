@@ -13,15 +13,14 @@ Each checkpoint has the id of the run. docs/trackers.md says what each tracker s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.frameworks.missing import missing_framework
 from trainer_side.trackers import mlflow_tracker, tensorboard_tracker, wandb_tracker
-from trainer_side.trackers.mark import Mark
-from trainer_side.trackers.start_point import StartPoint
-from trainer_side.trackers.tracker import Tracker
+from trainer_side.trackers.tracker import Mark, StartPoint, Tracker
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -44,10 +43,7 @@ def start_wandb(checkpointer: Checkpointer, **init: Any) -> Tracker:
     Raises:
         ConfigError: `restore()` was not called; or W&B is not installed.
     """
-    try:
-        return checkpointer.track(partial(wandb_tracker.begin, options=init))
-    except ImportError as error:
-        raise missing_framework("wandb", error, module="trackers", extra="trackers") from error
+    return _track("wandb", checkpointer, partial(wandb_tracker.begin, options=init))
 
 
 def start_tensorboard(
@@ -73,12 +69,10 @@ def start_tensorboard(
     Raises:
         ConfigError: `restore()` was not called; or TensorBoard is not installed.
     """
-    try:
-        if writer is not None:
-            return checkpointer.track(partial(tensorboard_tracker.begin_with_writer, writer=writer))
-        return checkpointer.track(partial(tensorboard_tracker.begin, log_dir=log_dir, options=options))
-    except ImportError as error:
-        raise missing_framework("tensorboard", error, module="trackers", extra="trackers") from error
+    begin = partial(tensorboard_tracker.begin, log_dir=log_dir, options=options)
+    if writer is not None:
+        begin = partial(tensorboard_tracker.begin_with_writer, writer=writer)
+    return _track("tensorboard", checkpointer, begin)
 
 
 def start_mlflow(checkpointer: Checkpointer, **start_run: Any) -> Tracker:
@@ -96,7 +90,11 @@ def start_mlflow(checkpointer: Checkpointer, **start_run: Any) -> Tracker:
     Raises:
         ConfigError: `restore()` was not called; or MLflow is not installed.
     """
+    return _track("mlflow", checkpointer, partial(mlflow_tracker.begin, options=start_run))
+
+
+def _track(library: str, checkpointer: Checkpointer, begin: Callable[[StartPoint], Tracker]) -> Tracker:
     try:
-        return checkpointer.track(partial(mlflow_tracker.begin, options=start_run))
+        return checkpointer.track(begin)
     except ImportError as error:
-        raise missing_framework("mlflow", error, module="trackers", extra="trackers") from error
+        raise missing_framework(library, error, module="trackers", extra="trackers") from error

@@ -4,12 +4,6 @@
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=callback.restore(trainer))
 
-    restore          restores model, optimizer and TrainerState, and writes the latter into a folder for Trainer to read
-    on_train_begin   restores the scheduler, which Trainer has made by now, and the learning rates that this has changed
-    on_step_begin    calls step() for the previous step, after its logs and evaluation; the first call sets the random
-                     states again
-    on_train_end     calls step() for the last step, and closes the Checkpointer
-
 docs/guides/transformers.md says what is restored exactly.
 """
 
@@ -107,10 +101,9 @@ class HoldfastCallback(TrainerCallback):
         self._last_checked = self.checkpointer.restore(may_lack=() if scaler is None else ("scaler",))
         if self._last_checked == 0:
             return None
-        self._groups = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        for group in self._groups:
+            del group["params"]
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-")
         folder = Path(self._folder.name)
         (folder / _STATE).write_text(trainer_state.restored_json, encoding="utf-8")
@@ -140,7 +133,7 @@ class HoldfastCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Save the state after the previous step, if a checkpoint is due."""
+        """Save the state after the previous step, its logs and its evaluation, if a checkpoint is due."""
         self._random.reload()
         self._step(state)
 
@@ -156,10 +149,8 @@ class HoldfastCallback(TrainerCallback):
 
     def _step(self, state: TrainerState) -> None:
         if self.checkpointer is not None and state.global_step > self._last_checked:
-            self._last_checked = state.global_step
-            self.checkpointer.step(
-                state.global_step - 1, batch=self._last_batch.batch, loss=self._last_batch.loss
-            )
+            self._last_checked, last = state.global_step, self._last_batch
+            self.checkpointer.step(state.global_step - 1, batch=last.batch, loss=last.loss)
 
 
 def _reject_unsupported(trainer: Trainer) -> None:
@@ -262,9 +253,7 @@ class _SavedTrainerState:
     def state_dict(self) -> dict[str, str]:
         trainer = self._trainer
         # Not `asdict`, which would copy the log, and that grows at every logged step.
-        state = {
-            field.name: getattr(trainer.state, field.name) for field in dataclasses.fields(trainer.state)
-        }
+        state = {one.name: getattr(trainer.state, one.name) for one in dataclasses.fields(trainer.state)}
         kinds: dict[str, list[dict[str, Any]]] = {}
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(callback, ExportableState):

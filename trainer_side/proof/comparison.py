@@ -38,17 +38,11 @@ class StepDifference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Comparison of a rank's steps.
+    """Comparison of a rank's steps."""
 
-    Attributes:
-        compared: The items of `_ORDER` that could be compared.
-        differences: The differences among them.
-        notes: Remarks for people that are no differences.
-    """
-
-    compared: tuple[str, ...]
+    compared: tuple[str, ...]  # the items of `_ORDER` that could be compared
     differences: tuple[StepDifference, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # for people: no differences
 
     def to_json(self) -> list[Any]:
         return [self.compared, self.differences, self.notes]
@@ -77,17 +71,11 @@ def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Compari
         compared.append(RATE)
         old_rates, new_rates = before.rates[name], now.rates[name]
         if len(old_rates) != len(new_rates) or not all(map(_same_rate, old_rates, new_rates)):
-            found.append(
-                StepDifference(
-                    RATE,
-                    f"that of {name} was {_format_rates(old_rates)} before, and is {_format_rates(new_rates)}",
-                )
-            )
+            text = f"that of {name} was {_format_rates(old_rates)} before, and is {_format_rates(new_rates)}"
+            found.append(StepDifference(RATE, text))
     notes = []
-    for what, old_number, new_number in (
-        (LOSS, before.loss, now.loss),
-        (NORM, before.grad_norm, now.grad_norm),
-    ):
+    results = (LOSS, before.loss, now.loss), (NORM, before.grad_norm, now.grad_norm)
+    for what, old_number, new_number in results:
         if not same_ranks or old_number is None or new_number is None:
             continue
         compared.append(what)
@@ -111,9 +99,8 @@ def _compare_rank_inputs(
     if before.batch is not None and now.batch is not None:
         compared.append(DATA)
         if before.batch != now.batch and not found:
-            found.append(
-                StepDifference(DATA, f"the batch has CRC-32 {now.batch:08x}, and had {before.batch:08x}")
-            )
+            text = f"the batch has CRC-32 {now.batch:08x}, and had {before.batch:08x}"
+            found.append(StepDifference(DATA, text))
     generators = [name for name in before.generators if name in now.generators]
     if generators:
         compared.append(RANDOM)
@@ -124,12 +111,8 @@ def _compare_rank_inputs(
 def resume_proof(by_rank: Sequence[Comparison | None], *, ranks_before: int) -> ResumeProof:
     """Return the verdict from the comparisons of all ranks.
 
-    Some ranks may have lost their records, by a kill or with their machines. A difference on any other rank counts,
-    but the resume is verified only if every rank was compared.
-
-    Args:
-        by_rank: The comparison of each rank, in order; None if nothing was recorded.
-        ranks_before: Number of ranks of the previous run.
+    `by_rank`: None for a rank that has lost its record. A difference on any other rank counts, but the resume is
+    verified only if every rank was compared. `ranks_before`: Number of ranks of the previous run.
     """
     ranks, comparisons = len(by_rank), [one for one in by_rank if one is not None]
     lost = [rank for rank, one in enumerate(by_rank) if one is None]
@@ -140,9 +123,8 @@ def resume_proof(by_rank: Sequence[Comparison | None], *, ranks_before: int) -> 
             f"; {ranks} ranks instead of {ranks_before}, so each rank's batches, random numbers and loss cannot be "
             "compared"
         )
-    items = [
-        what for what in _ORDER if any(one.what == what for each in comparisons for one in each.differences)
-    ]
+    differing = {one.what for each in comparisons for one in each.differences}
+    items = [what for what in _ORDER if what in differing]
     if items:
         causes = dict.fromkeys((LOSS, NORM), _UNSAVED) | _CAUSES
         if any(what in _INPUTS for what in items):
@@ -151,9 +133,8 @@ def resume_proof(by_rank: Sequence[Comparison | None], *, ranks_before: int) -> 
             ": ".join(part for part in (_format_difference(what, by_rank), causes[what]) if part)
             for what in items
         )
-        return ResumeProof(
-            ProofVerdict.DIFFERS, f"resume differs from the run before: {differences}{other}{missing}"
-        )
+        text = f"resume differs from the run before: {differences}{other}{missing}"
+        return ResumeProof(ProofVerdict.DIFFERS, text)
     compared = [what for what in _ORDER if all(what in one.compared for one in comparisons)]
     if not compared:
         return not_proven(f"the previous run's step recorded nothing that can be compared{other}")

@@ -6,10 +6,12 @@ saved nor used is seeded differently in each process, and proves nothing.
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,24 +52,17 @@ class PendingDigest:
 
     def digest(self) -> StepDigest:
         """Return the digest; waits for the device unless `ready`."""
-        digest = self._digest
-        return StepDigest(
-            digest.step,
-            digest.data,
-            None if self._batch is None else self._batch.value(),
-            digest.generators,
-            {name: _drop_repeats([rate.value() for rate in rates]) for name, rates in self._rates.items()},
-            self._loss.value(),
-            self._grad_norm.value(),
+        return replace(
+            self._digest,
+            batch=None if self._batch is None else self._batch.value(),
+            rates={name: _without_repeats(rates) for name, rates in self._rates.items()},
+            loss=self._loss.value(),
+            grad_norm=self._grad_norm.value(),
         )
 
 
 class DigestTaker:
-    """Takes digests of steps of one training. Training thread.
-
-    Args:
-        state: Names mapped to objects, as in the checkpoints.
-    """
+    """Takes digests of steps of one training. Training thread. `state`: Names mapped to objects, as in checkpoints."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         objects = {
@@ -87,11 +82,8 @@ class DigestTaker:
     def take(self, step: int, step_input: StepInput, *, is_marked: bool | None = None) -> PendingDigest:
         """Take the digest of the step that ends now.
 
-        Args:
-            step: Its number.
-            step_input: Arguments of `step()` for the digest.
-            is_marked: For a digest to record: whether `mark` was called at the checkpoint before the step. The digest
-                then has only generators that a resumed run must have in the same state. None: for a comparison.
+        `is_marked`: For a digest to record: whether `mark` was called at the checkpoint before the step. The digest
+        then has only generators that a resumed run must have in the same state. None: for a comparison.
         """
         generators, data = generator_crcs(), {}
         if is_marked is not None and not self._saves_generators:
@@ -126,19 +118,15 @@ def _state_crc(twister: Mapping[str, Any]) -> int:
     state = twister["state"]
     key = state.get("key")
     rest = {name: value for name, value in state.items() if name != "key"}
-    return crc32(
-        repr(sorted(rest.items())).encode(), 0 if key is None else crc32(np.ascontiguousarray(key).tobytes())
-    )
+    key_crc = 0 if key is None else crc32(np.ascontiguousarray(key).tobytes())
+    return crc32(repr(sorted(rest.items())).encode(), key_crc)
 
 
 def _rates(optimizer: Any) -> list[DeferredNumber]:
     return [DeferredNumber(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
-def _drop_repeats(rates: list[float | None]) -> tuple[float, ...]:
+def _without_repeats(rates: list[DeferredNumber]) -> tuple[float, ...]:
     """Merge equal neighbours: many groups have one rate."""
-    found: list[float] = []
-    for rate in rates:
-        if rate is not None and (not found or found[-1] != rate):
-            found.append(rate)
-    return tuple(found)
+    values = (rate.value() for rate in rates)
+    return tuple(value for value, _ in itertools.groupby(value for value in values if value is not None))

@@ -43,13 +43,8 @@ _PROOF_BYTES_MAX = 1 << 28
 class ResumeCheck:
     """Records and compares the digests of one training. Training thread.
 
-    Args:
-        state: Names mapped to objects, as in the checkpoints.
-        link: The stager, which keeps records.
-        tiers: The local tiers, which keep records beside this rank's slices.
-        peers: The other ranks.
-        events: Event log of this rank.
-        stop_on_difference: Whether a resume that differs ends the training.
+    `state`: Names mapped to objects, as in the checkpoints. `link` and `tiers` keep records: the stager, and the local
+    tiers beside this rank's slices. `stop_on_difference`: Whether a resume that differs ends the training.
     """
 
     def __init__(
@@ -63,10 +58,7 @@ class ResumeCheck:
         stop_on_difference: bool,
     ) -> None:
         self._taker = DigestTaker(state)
-        self._link = link
-        self._tiers = tiers
-        self._peers = peers
-        self._events = events
+        self._link, self._tiers, self._peers, self._events = link, tiers, peers, events
         self._stop_on_difference = stop_on_difference
         self._is_recording = link.job.has_stager or tiers.keeps_proofs
         self._resumed: CheckpointId | None = None
@@ -81,10 +73,8 @@ class ResumeCheck:
     ) -> None:
         """Compare the next step with the one after this checkpoint.
 
-        Args:
-            key: The restored checkpoint.
-            kept: The proofs of that step in this rank's tiers.
-            expected_difference: Why that step is meant to differ, so that nothing is compared; the same on every rank.
+        `key`: The restored checkpoint. `kept`: The proofs of that step in this rank's tiers. `expected_difference`: Why
+        that step is meant to differ, so that nothing is compared; the same on every rank.
         """
         self._resumed, self._kept_proofs, self._expected_difference = key, kept, expected_difference
 
@@ -97,31 +87,24 @@ class ResumeCheck:
     def on_step_end(self, step: int, step_input: StepInput, newest_saved: int) -> ResumeProof | None:
         """Process the end of `step`. Return the proof after the first step of a resume, which is collective.
 
-        Args:
-            step: Its number.
-            step_input: Arguments of `step()` for the digest.
-            newest_saved: The newest step of which a checkpoint was begun.
-
-        Raises:
-            ResumeDiffers: On every rank: the resume differs, and `stop_on_difference` is set.
+        `newest_saved`: The newest step of which a checkpoint was begun. ResumeDiffers: On every rank: the resume
+        differs, and `stop_on_difference` is set.
         """
         if self._pending_digest is not None:
             self._send(*self._pending_digest)
         # A loop may omit calls, as Lightning's does before a validation; so does the resumed run.
-        is_next = step == newest_saved + 1 or self._marked == CheckpointId(
-            self._link.job.attempt, newest_saved
-        )
+        newest = CheckpointId(self._link.job.attempt, newest_saved)
+        is_next = step == newest_saved + 1 or self._marked == newest
         if is_next and newest_saved > self._recorded_step and self._is_recording:
             self._record(step, step_input, newest_saved)
         if self._resumed is None:
             return None
         key, self._resumed = self._resumed, None
-        found = (
-            not_proven(self._expected_difference)
-            if self._expected_difference
-            else self._compare(key, step, step_input)
-        )
-        proof = self._report(key, found)
+        if self._expected_difference:
+            proof = not_proven(self._expected_difference)
+        else:
+            proof = self._compare(key, step, step_input)
+        self._report(key, proof)
         if proof.verdict is ProofVerdict.DIFFERS and self._stop_on_difference:
             raise ResumeDiffers(f"{proof.text}. Training ends, because on_unproven is stop")
         return proof
@@ -131,14 +114,11 @@ class ResumeCheck:
         is_marked = marked is not None and marked.step == saved
         key = marked if marked is not None and is_marked else CheckpointId(self._link.job.attempt, saved)
         try:
-            self._pending_digest = (
-                key,
-                self._tiers.last_begun,
-                self._taker.take(step, step_input, is_marked=is_marked),
-            )
+            pending = self._taker.take(step, step_input, is_marked=is_marked)
         except Exception as error:  # noqa: BLE001 - an unreadable state must not end the training
             _log.warning("step %d: what it used is not recorded for the proof of a resume: %r", step, error)
         else:
+            self._pending_digest = key, self._tiers.last_begun, pending
             self._send(*self._pending_digest)
 
     def close(self) -> None:
@@ -197,9 +177,8 @@ class ResumeCheck:
         if self._tiers.keeps_proofs:
             for encoded in gather(peers, json.dumps(self._kept_proofs).encode()):
                 kept += [KeptProof(*one) for one in json.loads(encoded)]
-        return merge_digests(
-            answer if isinstance(answer, str) else ProofRecord.from_json(answer).digests, kept
-        )
+        found_digests = answer if isinstance(answer, str) else ProofRecord.from_json(answer).digests
+        return merge_digests(found_digests, kept)
 
     def _find_record(self, key: CheckpointId) -> ProofRecord | str:
         """Return the record of the step after this checkpoint, or why it was not found. Rank 0."""
@@ -234,14 +213,13 @@ class ResumeCheck:
                 continue
         return None
 
-    def _report(self, key: CheckpointId, proof: ResumeProof) -> ResumeProof:
+    def _report(self, key: CheckpointId, proof: ResumeProof) -> None:
         if self._peers.rank != 0:
-            return proof
+            return
         _log.warning("%s", proof.text)  # a warning, so that scripts that do not configure logging show it
         self._events.emit("resume_proof", {"attempt": key.attempt, **proof.to_json()}, step=key.step)
         self._link.send_message(StagerMessage.verdict(key, proof))
         emit_progress("proof", step=key.step, **proof.to_json())
-        return proof
 
 
 def merge_digests(found: Sequence[Digest] | str, kept: Sequence[KeptProof]) -> Sequence[Digest | None] | str:

@@ -14,24 +14,18 @@ _CHARACTERS_MAX = 60  # of a name
 
 @dataclass(frozen=True)
 class StepDigest:
-    """Digest of one step on one rank.
-
-    Attributes:
-        step: Its number.
-        data: Name in the state → the place in the data after this step.
-        batch: CRC-32 of the argument of `step(batch=…)`, if given.
-        generators: Random number generator → CRC-32 of its state after this step. In a recorded digest, only those that
-            a resumed run must have in the same state.
-        rates: Name of an optimizer → its learning rates, equal neighbours once.
-        loss: As given to `step()`. `grad_norm`: the same.
-    """
+    """Digest of one step on one rank."""
 
     step: int
+    # Name in the state → the place in the data after this step.
     data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    batch: int | None = None
+    batch: int | None = None  # CRC-32 of the argument of `step(batch=…)`, if given
+    # Random number generator → CRC-32 of its state after this step. In a recorded digest, only those that a resumed run
+    # must have in the same state.
     generators: Mapping[str, int] = field(default_factory=dict)
+    # Name of an optimizer → its learning rates, equal neighbours once.
     rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    loss: float | None = None
+    loss: float | None = None  # as given to `step()`, and so is `grad_norm`
     grad_norm: float | None = None
 
     def to_json(self) -> dict[str, Any]:

@@ -4,9 +4,8 @@
     others                                    a window ◄──┘ ─► CRC-32, to be compared ─► their own parts
 
 No rank has memory for a whole split tensor, so shared bytes go from window to window. A window holds the shared bytes
-of one unit back to back, and is sent as one message however many runs it has. The number of windows is limited: a
-window is reused when its bytes have arrived everywhere (`Peers.finish`), and a reader that is ahead waits for that.
-Bytes for a device also arrive in windows, and each message is transferred to the device as one section.
+of one unit back to back, and is sent as one message. It is reused when its bytes have arrived everywhere
+(`Peers.finish`). Bytes for a device also arrive in windows.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ import bisect
 import ctypes
 import itertools
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 from typing import NamedTuple
 
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow
+from trainer_side.restore.device_sections import DeviceSections, SectionPart, SectionWindow, pad
 from trainer_side.restore.exchange import Exchange
 from trainer_side.restore.read_plan import Unit
 from trainer_side.restore.structure import ImageMap
@@ -37,26 +35,23 @@ def _key(unit: Unit) -> _Key:
     return unit.reader, unit.number, unit.chunk, unit.frame
 
 
-_by_offset = attrgetter("offset")
-
-
 class _Packed(NamedTuple):
     """The parts of a unit that go through a window, and where each begins in it."""
 
+    begins: list[int]  # ascending, by offset in the image
     parts: list[EntryPart]
     positions: list[int]
     nbytes: int
 
     @classmethod
-    def of(cls, parts: Iterable[EntryPart]) -> _Packed:
-        packed = [*parts]
-        ends = [*itertools.accumulate((part.nbytes for part in packed), initial=0)]
-        return cls(packed, ends[:-1], ends[-1])
+    def of(cls, parts: list[EntryPart]) -> _Packed:
+        *positions, nbytes = itertools.accumulate((part.nbytes for part in parts), initial=0)
+        return cls([part.offset for part in parts], parts, positions, nbytes)
 
     def position(self, offset: int) -> int:
         """Return where in the window a byte of the image is."""
-        number = bisect.bisect_right(self.parts, offset, key=_by_offset) - 1
-        return self.positions[number] + offset - self.parts[number].offset
+        number = bisect.bisect_right(self.begins, offset) - 1
+        return self.positions[number] + offset - self.begins[number]
 
 
 class Broadcast(Exchange):
@@ -78,7 +73,7 @@ class Broadcast(Exchange):
         super().__init__(_AHEAD)
         self._windows, self._targets, self._device_sections = windows, targets, device_sections
         self._chunk_bytes = min(image.chunk_bytes, image.image_bytes)
-        self._place_bytes = -(-self._chunk_bytes // WIDEST_BYTES) * WIDEST_BYTES
+        self._place_bytes = pad(self._chunk_bytes)
         self._send_indexes: dict[_Key, int] = {}
         if any(not isinstance(target, EntryTarget) for target in targets.values()):
             through_window = (unit for unit in own if any(map(self.uses_window, windows.parts(unit.extents))))
@@ -103,14 +98,12 @@ class Broadcast(Exchange):
 
     def share(self, unit: Unit, peers: Peers) -> None:
         pieces = []
-        has_window_parts = False
-        for part in self._windows.parts(unit.extents):
+        parts = self._windows.parts(unit.extents)
+        for part in parts:
             target = self._targets[part.entry]
             if isinstance(target, EntryTarget):
                 pieces.append((target.address + part.entry_offset, part.nbytes))
-            else:
-                has_window_parts = True
-        if has_window_parts:
+        if len(pieces) < len(parts):
             self._batch.append(unit)
             window, packed = self._window(unit)
             pieces.append((window.address, packed.nbytes))
@@ -149,17 +142,15 @@ class Broadcast(Exchange):
         place = len(self._batch) - 1 if turn is None else turn % _AHEAD
         with self._changed:
             if place not in windows:
-                windows[place] = (
-                    self._receive_window(place) if turn is None else ReadWindow.of_size(self._chunk_bytes)
-                )
+                windows[place] = self._new_window(place if turn is None else None)
             if _key(unit) not in self._packed:
                 parts = self._windows.parts(unit.extents)
-                self._packed[_key(unit)] = _Packed.of(part for part in parts if self.uses_window(part))
+                self._packed[_key(unit)] = _Packed.of([part for part in parts if self.uses_window(part)])
             return windows[place], self._packed[_key(unit)]
 
-    def _receive_window(self, place: int) -> ReadWindow:
-        """Return memory to receive the unit at `place` of a batch."""
-        if self._device_sections is None:
+    def _new_window(self, place: int | None) -> ReadWindow:
+        """Return memory to receive the unit at `place` of a batch, or to send a unit."""
+        if place is None or self._device_sections is None:
             return ReadWindow.of_size(self._chunk_bytes)
         if self._section is None:
             self._section = self._device_sections.window(_BATCH * self._place_bytes)

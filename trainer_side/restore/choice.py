@@ -271,7 +271,8 @@ def best_first(
     StoreMissing: No good checkpoint has the metric. ConfigError: Neither `wanted` nor a manifest gives the mode.
     """
     metrics = {CheckpointId(one.attempt, one.step): one.metrics for one in stored if one.metrics}
-    recorded = [_rule(one) for one in stored]
+    rules = [{"metric": one.best_metric, "mode": one.best_mode} for one in stored]
+    recorded = [BestRule.model_validate(one) if one["metric"] else None for one in rules]
     rule = rule_of(wanted.metric, wanted.mode, recorded)
     usable = [one for one in listed if isinstance(one, Candidate) and one.checkpoint in metrics]
     if rule is None or all(rule.metric not in metrics[one.checkpoint] for one in usable):
@@ -282,9 +283,3 @@ def best_first(
         if rule.metric in (values := metrics.get(order := CheckpointId(one.attempt, one.step), {}))
     ]
     return [listed[number] for _, number in sorted(found)]
-
-
-def _rule(one: StoreCandidate) -> BestRule | None:
-    if not one.best_metric:
-        return None
-    return BestRule.model_validate({"metric": one.best_metric, "mode": one.best_mode})

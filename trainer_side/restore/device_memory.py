@@ -1,12 +1,8 @@
 """Chooses the tensors of a checkpoint that are read straight into device memory, and allocates that memory.
 
 Live tensors are not read into. They are loaded from that memory once all CRCs are right: `load_state_dict` copies on
-the device, and an optimizer adopts its moments. `ReadPlan.copy_remaining` copies the parts of split tensors; parts
-without a live tensor are read into their final place.
-
-Only tensors that loading would copy to the device unchanged are read there: tensors of modules and bare tensors whose
-live tensor is there with the same dtype, an optimizer's moments whose parameter is there, and a rank's parts of split
-tensors in the dtype of its live part. All other bytes are read into host memory.
+the device, an optimizer adopts its moments, and `ReadPlan.copy_remaining` copies the parts of split tensors. Only
+tensors that loading would copy to the device unchanged, in the same dtype, are read there.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.device_sections import DeviceSections, PinnedAllocator
 from trainer_side.restore.split_parts import PlacedParts
 from trainer_side.restore.structure import Structure, unique_paths
-from trainer_side.restore.targets import RegionTarget, bytes_in
+from trainer_side.restore.targets import RegionTarget, bytes_in, same_bits
 from trainer_side.restore.uncast import device_overrides
 from trainer_side.state.accelerator import module_of
 from trainer_side.state.optimizer_places import match_parameters
@@ -42,12 +38,13 @@ class _DeviceRequest(NamedTuple):
     regions: dict[int, list[int]]  # entry → numbers of this rank's regions of it
 
     def nbytes(self, structure: Structure, placed: PlacedParts) -> int:
-        parts = [
-            placed.regions[entry].regions[number] for entry, some in self.regions.items() for number in some
-        ]
-        return sum(structure.storages[entry].nbytes() for entry in self.whole) + sum(
-            part.comb.nbytes for part in parts if not part.is_fresh
-        )
+        regions = [(placed.regions[entry].regions, some) for entry, some in self.regions.items()]
+        parts = [own[number] for own, some in regions for number in some]
+        whole_bytes = sum(structure.storages[entry].nbytes() for entry in self.whole)
+        return whole_bytes + sum(part.comb.nbytes for part in parts if not part.is_fresh)
+
+
+_NOTHING = _DeviceRequest(None, {}, {})
 
 
 def allocate_on_device(
@@ -74,19 +71,15 @@ def allocate_on_device(
         return None
     offered = [json.loads(said) for said in gather(peers, json.dumps(sorted(request.whole)).encode())]
     everywhere = set(request.whole).intersection(*offered)
-    request = request._replace(
-        whole={entry: group for entry, group in request.whole.items() if entry in everywhere}
-    )
+    whole = {entry: request.whole[entry] for entry in request.whole if entry in everywhere}
+    request = request._replace(whole=whole)
     allocated: dict[int, torch.Tensor] = {}
     parts: dict[tuple[int, int], RegionTarget] = {}
     if has_room and request.device is not None:
         try:
-            allocated = {
-                entry: torch.empty(
-                    structure.storages[entry].nbytes(), dtype=torch.uint8, device=request.device
-                )
-                for entry in request.whole
-            }
+            for entry in request.whole:
+                nbytes = structure.storages[entry].nbytes()
+                allocated[entry] = torch.empty(nbytes, dtype=torch.uint8, device=request.device)
             parts = {
                 (entry, number): _on_device(placed.regions[entry].regions[number])
                 for entry, some in request.regions.items()
@@ -121,15 +114,10 @@ def _device_request(
     for entry, storage in structure.storages.items():
         group = groups.get(storage.data_ptr(), [])
         destinations = {
-            _device_of(named, wanted.get(named.path), len(group))
+            _device_of(named, wanted.get(named.path), len(group)) if named.path in unambiguous else None
             for named in group
-            if named.path in unambiguous
         }
-        if (
-            len(destinations) == 1
-            and all(named.path in unambiguous for named in group)
-            and entry not in placed.regions
-        ):
+        if len(destinations) == 1 and entry not in placed.regions:
             (device,) = destinations
             if device is not None:
                 whole[entry] = group
@@ -138,20 +126,13 @@ def _device_request(
     for entry, target in placed.regions.items():
         if entry not in structure.storages:  # else the entry is also read whole, into host memory
             for number, region in enumerate(target.regions):
-                if region.copies is not None and _keeps_bits(*region.copies):
-                    regions.setdefault(entry, []).append(number)
-                    devices.add(region.copies[1].device)
+                if region.copies is not None and same_bits(*region.copies):
+                    device = region.copies[1].device
+                    if device.type == "cuda":
+                        regions.setdefault(entry, []).append(number)
+                        devices.add(device)
     # With several devices, everything goes through host memory.
-    return (
-        _DeviceRequest(devices.pop(), whole, regions) if len(devices) == 1 else _DeviceRequest(None, {}, {})
-    )
-
-
-def _keeps_bits(read: torch.Tensor, local: torch.Tensor) -> bool:
-    """Whether a copy on the device keeps all bits, as one from host memory would."""
-    return (
-        local.device.type == "cuda" and local.dtype == read.dtype and not (local.is_conj() or local.is_neg())
-    )
+    return _DeviceRequest(devices.pop(), whole, regions) if len(devices) == 1 else _NOTHING
 
 
 def _on_device(region: RegionTarget) -> RegionTarget:
@@ -175,11 +156,9 @@ class _Destination(NamedTuple):
 def _device_of(named: NamedTensor, destination: _Destination | None, tensors: int) -> torch.device | None:
     """The device for a tensor of the tree; None: host memory. `tensors`: how many share its storage."""
     tensor = named.tensor
-    if (
-        destination is None
-        or tensor_refusal(tensor) is not None
-        or destination.dtype not in (None, tensor.dtype)
-    ):
+    if destination is None or tensor_refusal(tensor) is not None:
+        return None
+    if destination.dtype not in (None, tensor.dtype):
         return None
     whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
     return None if destination.is_exclusive and (tensors > 1 or not whole) else destination.device
@@ -208,9 +187,8 @@ def _moments(
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     pairs, others = match_parameters(optimizer, saved), device_overrides(optimizer, saved, on_host)
-    group_of = (
-        {number: group for group in saved["param_groups"] for number in group["params"]} if pairs else {}
-    )
+    groups = saved["param_groups"] if pairs else ()
+    group_of = {number: group for group in groups for number in group["params"]}
     for number, parameter in pairs:
         moments = saved["state"].get(number)
         if parameter.device.type != "cuda" or tensor_refusal(parameter) or not isinstance(moments, Mapping):

@@ -4,11 +4,9 @@
                     window B:                   read ─► CRC-32 ─► transfer ══════►│ …
     other ranks     window A: received ─► CRC-32 ─► transfer …         the same, in the training thread
 
-A section is a reader's part of one chunk or frame: at most 192 MiB are read while as much is transferred. A section
-with few pieces is transferred piece by piece. One with many is transferred as a whole, and the device distributes the
-pieces by one call for each element width, as wide as address and size allow. If a tensor is sharded in another
-dimension than its first, the whole section is transferred too, and the device picks the rows by one copy per tensor.
-`device_memory.py` chooses the tensors that go to a device.
+A section is a reader's part of one chunk or frame. One with few pieces is transferred piece by piece. One with many is
+transferred as a whole, and the device distributes the pieces by one call for each element width. If a tensor is sharded
+in another dimension than its first, the device picks the rows by one copy per tensor.
 """
 
 from __future__ import annotations
@@ -31,6 +29,11 @@ _WINDOWS = 2  # for each reader: one is filled while the other is transferred
 _WHOLE_FROM = 8  # pieces: from this number on, a section is transferred as a whole
 WIDEST_BYTES = 8  # of an element; sections keep this alignment
 _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def pad(nbytes: int) -> int:
+    """Round up to whole elements of the widest kind."""
+    return -(-nbytes // WIDEST_BYTES) * WIDEST_BYTES
 
 
 def section_bytes(readers: int) -> int:
@@ -84,9 +87,8 @@ class DeviceSections:
         """Return the next window of this thread, once its previous transfer is complete."""
         mine: deque[SectionWindow] | None = getattr(self._local, "windows", None)
         if mine is None or len(mine[0].memory) < nbytes:
-            mine = self._local.windows = deque(
-                SectionWindow(self._allocate_pinned(nbytes)) for _ in range(_WINDOWS)
-            )
+            mine = deque(SectionWindow(self._allocate_pinned(nbytes)) for _ in range(_WINDOWS))
+            self._local.windows = mine
             self._windows += mine
         mine.rotate()
         if mine[0].transfer_done is not None:
@@ -104,16 +106,14 @@ class DeviceSections:
                     self._local.stream = self._new_stream()
                 with self._module.stream(self._local.stream):
                     for memory, at, begin, nbytes, _, _ in parts:
-                        memory[at : at + nbytes].copy_(
-                            window.section[begin : begin + nbytes], non_blocking=True
-                        )
+                        source = window.section[begin : begin + nbytes]
+                        memory[at : at + nbytes].copy_(source, non_blocking=True)
                     window.transfer_done = record_event(self._device)
                 return
             with self._queue, self._module.stream(self._stream):
                 begin = min(part.begin for part in parts) // WIDEST_BYTES * WIDEST_BYTES
-                self._distribute(
-                    self._on_device(window.section[begin : max(part.end for part in parts)]), begin, parts
-                )
+                end = max(part.end for part in parts)
+                self._distribute(self._on_device(window.section[begin:end]), begin, parts)
                 window.transfer_done = record_event(self._device)
 
     def finish(self) -> None:
@@ -136,9 +136,7 @@ class DeviceSections:
     def _on_device(self, section: torch.Tensor) -> torch.Tensor:
         nbytes = section.numel()
         if self._scratch is None or self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(
-                -(-nbytes // WIDEST_BYTES) * WIDEST_BYTES, dtype=torch.uint8, device=self._device
-            )
+            self._scratch = torch.empty(pad(nbytes), dtype=torch.uint8, device=self._device)
         self._scratch[:nbytes].copy_(section, non_blocking=True)
         return self._scratch
 

@@ -1,8 +1,5 @@
 """The exchange of bytes among the ranks, and its checks, since a transfer may flip a bit.
 
-    Broadcast (broadcast.py)    bytes that every rank takes
-    Scatter (scatter.py)        bytes of which each rank takes its own regions
-
     of a portable file    each entry's CRC-32 is in its manifest: compare it with those of its parts, combined
     of slices            the rank that read a part tells the others its CRC-32 (`exchange_sums`)
 
@@ -14,17 +11,19 @@ from __future__ import annotations
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from holdfast.crc import combine_all
 from holdfast.errors import DamageError, HoldfastError, ProtocolError
 from holdfast.image.manifest import Manifest
 from trainer_side.ranks.deadlines import run_in_threads
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.restore.read_plan import Unit
+from trainer_side.restore.read_plan import Unit, cores_to_use
 from trainer_side.restore.structure import ImageMap
 from trainer_side.restore.targets import ChunkWindows, EntryPart, EntrySink, EntryTarget, Sum
 
+_T = TypeVar("_T")
 _WAIT_SECONDS = 0.1
 
 
@@ -87,12 +86,12 @@ def check_received(
     sums: Mapping[int, Sum],
     peers: Peers,
     *,
-    threads: int,
+    threads: int | None,
 ) -> DamageError | None:
     """For each entry that has bytes from other ranks, compare its CRC with the manifest's.
 
-    Every rank must have read its units without an error. `sums`: `Reading.sums` and `Reading.received`, which are not
-    computed again.
+    Every rank must have read its units without an error. `sums`: `Reading.sums` and `Reading.received`. `threads`: As
+    in `ReadOptions`.
     """
     windows = ChunkWindows(manifest, targets)
     parts: dict[int, list[EntryPart]] = {}
@@ -107,15 +106,14 @@ def check_received(
         found = [sums.get(part.offset) or _sum(targets[part.entry], part) for part in parts[index]]
         return combine_all(found) == manifest.entries[index].crc32
 
-    order = sorted(received, key=lambda index: manifest.entries[index].offset)
-    for index, result in zip(order, run_in_threads(check, order, threads, "check"), strict=True):
-        if not result.result():
-            entry = manifest.entries[index]
-            return DamageError(
-                f"{manifest.file}: entry {entry.name} ({entry.nbytes} bytes at {entry.offset}): its CRC-32 is not "
-                f"{entry.crc32:08x} after the exchange among the ranks, although every chunk was read whole"
-            )
-    return None
+    index = _first_wrong(sorted(received, key=lambda index: manifest.entries[index].offset), check, threads)
+    if index is None:
+        return None
+    entry = manifest.entries[index]
+    return DamageError(
+        f"{manifest.file}: entry {entry.name} ({entry.nbytes} bytes at {entry.offset}): its CRC-32 is not "
+        f"{entry.crc32:08x} after the exchange among the ranks, although every chunk was read whole"
+    )
 
 
 def exchange_sums(
@@ -155,35 +153,35 @@ def check_sums(
     reported_sums: Mapping[int, tuple[EntryPart, Sum]],
     targets: Mapping[int, EntrySink],
     sums: Mapping[int, Sum],
-    *,
     received: Mapping[int, Sum],
-    threads: int,
+    *,
+    threads: int | None,
 ) -> DamageError | None:
     """Compare each part that another rank read with the sum from that rank.
 
-    `sums`: `Reading.sums`, of parts that this rank read. `received`: `Reading.received`, of parts that came through
-    windows.
+    `sums`, `received`: Of `Reading`. `threads`: As in `ReadOptions`.
     """
-    from_others = [
-        (part, reported) for offset, (part, reported) in sorted(reported_sums.items()) if offset not in sums
-    ]
+    from_others = [both for offset, both in sorted(reported_sums.items()) if offset not in sums]
 
     def check(item: tuple[EntryPart, Sum]) -> bool:
         part, reported = item
         target = targets[part.entry]
-        return (
-            _sum(target, part) if isinstance(target, EntryTarget) else received.get(part.offset)
-        ) == reported
+        found = _sum(target, part) if isinstance(target, EntryTarget) else received.get(part.offset)
+        return found == reported
 
-    for (part, reported), result in zip(
-        from_others, run_in_threads(check, from_others, threads, "check"), strict=True
-    ):
-        if not result.result():
-            return DamageError(
-                f"{image.entries[part.entry].name} ({part.nbytes} bytes at {part.offset}): its CRC-32 is not "
-                f"{reported.crc32:08x} after the exchange among the ranks, although it was read whole"
-            )
-    return None
+    wrong = _first_wrong(from_others, check, threads)
+    if wrong is None:
+        return None
+    part, reported = wrong
+    return DamageError(
+        f"{image.entries[part.entry].name} ({part.nbytes} bytes at {part.offset}): its CRC-32 is not "
+        f"{reported.crc32:08x} after the exchange among the ranks, although it was read whole"
+    )
+
+
+def _first_wrong(items: Sequence[_T], check: Callable[[_T], bool], threads: int | None) -> _T | None:
+    results = run_in_threads(check, items, threads or cores_to_use(), "check")
+    return next((one for one, result in zip(items, results, strict=True) if not result.result()), None)
 
 
 def check_entries(

@@ -6,7 +6,7 @@ groups of the checkpoint [a, b], of the script [b, a]:   base_lrs [0.1, 0.2] ─
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.errors import StateError
@@ -14,12 +14,10 @@ from trainer_side.state.optimizer_places import reachable, value_at
 from trainer_side.state.tree import containers
 
 # Per-group lists of torch's and timm's schedulers.
-_PER_GROUP = frozenset(
-    (
-        *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"),
-        *("base_momentums", "max_momentums", "base_values"),
-    )
-)
+_PER_GROUP = {
+    *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"),
+    *("base_momentums", "max_momentums", "base_values"),
+}
 _ADVICE = "give the optimizer its groups in the order in which they were saved; nothing was loaded"
 
 
@@ -84,17 +82,21 @@ def check_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
         if not isinstance(saved, list | tuple) or not all(isinstance(one, dict) for one in saved):
             continue
         own, there = [*map(_kind, values)], [*map(_kind, saved)]
-        if own != there and Counter(own) == Counter(there):
-            number = next(number for number, kind in enumerate(own) if kind != there[number])
-            expected, got = (
-                _format_keys(there[number] - own[number]),
-                _format_keys(own[number] - there[number]),
-            )
+        if (number := first_moved(own, there)) is not None:
+            expected = _format_keys(there[number] - own[number])
+            got = _format_keys(own[number] - there[number])
             raise StateError(
                 f"{place}/{number}: expected what the checkpoint has there ({expected}), got another kind ({got}): all "
                 "kinds were saved, in another order; make the list in the order in which it was saved; nothing was "
                 "loaded"
             )
+
+
+def first_moved(own: Sequence[Hashable], there: Sequence[Hashable]) -> int | None:
+    """Return the first place with another item if both have the same items in different orders; else None."""
+    if Counter(own) != Counter(there):
+        return None
+    return next((number for number, one in enumerate(own) if one != there[number]), None)
 
 
 def _kind(value: Mapping[Any, Any]) -> frozenset[str]:
@@ -124,13 +126,14 @@ def _would_change(value: Any, order: GroupOrder) -> bool:
     """Whether the value may be a per-group list, and reordering would change it."""
     if not isinstance(value, list | tuple) or len(value) != len(order.groups):
         return False
-    return any(_differ(one, other) for one, other in zip(value, order.of(value), strict=True))
+    return any(differ(one, other) for one, other in zip(value, order.of(value), strict=True))
 
 
-def _differ(one: Any, other: Any) -> bool:
+def differ(one: Any, other: Any) -> bool:
+    """Whether two plain values differ."""
     try:
         return bool(one is not other and one != other)
-    except (RuntimeError, ValueError):  # tensors, or arrays, of several elements
+    except Exception:  # noqa: BLE001 - tensors of several elements, or a class with an `!=` of its own
         return True
 
 

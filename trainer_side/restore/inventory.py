@@ -27,7 +27,7 @@ from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.wire.frames import peer_error
 from trainer_side.ranks.deadlines import within
-from trainer_side.ranks.peers import Peers, agree, gather, raise_agreed
+from trainer_side.ranks.peers import Peers, gather, raise_agreed
 from trainer_side.restore.choice import (
     NEARNESS_OF_RING,
     RING,
@@ -40,7 +40,7 @@ from trainer_side.restore.choice import (
     candidates,
     skip_set_aside,
 )
-from trainer_side.tiers.tier import Nearness, SealedSlice, SliceKeeper, Tier
+from trainer_side.tiers.tier import Nearness, SealedSlice, SliceKeeper
 from trainer_side.tiers.tier_inventory import list_kept
 
 _log = logging.getLogger("holdfast.restore")
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 _DIGEST_CHARACTERS_MAX = 64
 _DAMAGE_REPORTED_MAX = 100  # of one tier
 _BATCH_SIZE_MAX = 64  # manifests that are read and kept at once
-_SECONDS_MAX = 60.0  # default limit for a tier or the store
+_SECONDS_MAX = 60.0  # default limit for the store
 _NEARNESS = {
     Nearness.MEMORY: 0,
     Nearness.PM: 1,
@@ -62,9 +62,8 @@ _NEARNESS = {
 class TierListing:
     """The slices that all ranks have found."""
 
-    own: list[tuple[SliceKeeper, SealedSlice]] = field(
-        default_factory=list
-    )  # of this rank, by `Holder.number`
+    # Of this rank, by `Holder.number`.
+    own: list[tuple[SliceKeeper, SealedSlice]] = field(default_factory=list)
     holders: list[Holder] = field(default_factory=list)
     # Why tiers of any rank could not be listed, and damage in them.
     problems: list[str] = field(default_factory=list)
@@ -74,9 +73,8 @@ class TierListing:
 
     def layout(self, candidate: Candidate, peers: Peers) -> Layout:
         """Return the layout of a candidate's slices, from a rank that has one. Collective. DamageError: damaged."""
-        first = min(
-            (holder for some in candidate.slices.values() for holder in some), key=lambda one: one[2:4]
-        )
+        holders = [holder for some in candidate.slices.values() for holder in some]
+        first = min(holders, key=lambda one: (one.rank, one.number))
         layout = self.own[first.number][1].layout if first.rank == peers.rank else None
         layout_bytes = peers.broadcast(layout.to_bytes() if layout is not None else None, first.rank)
         problem: DamageError | None = None
@@ -94,9 +92,20 @@ class TierListing:
         return layout
 
 
-def list_tiers(
-    tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float = _SECONDS_MAX
-) -> TierListing:
+def ask_rank_0(peers: Peers, ask: Callable[[], bytes]) -> bytes:
+    """Return rank 0's answer on every rank. Collective. HoldfastError: `ask` raised it on rank 0; on every rank."""
+    answer: bytes | None = None
+    failed: HoldfastError | None = None
+    if peers.rank == 0:
+        try:
+            answer = ask()
+        except HoldfastError as error:
+            failed = error
+    raise_agreed(peers, failed)
+    return peers.broadcast(answer)
+
+
+def list_tiers(tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float) -> TierListing:
     """List the slices in every tier of every rank, in at most `seconds_max` per tier. Collective.
 
     Tiers that fail or hang, and slices whose layout is not that of their seal, are left out and named in `problems`:
@@ -122,9 +131,8 @@ def list_tiers(
     if peers.all_agree(not tiers):
         return found
     names = [tier.name for tier in tiers if tier.nearness is not Nearness.RING]
-    mine = json.dumps(
-        [[_row(tier, kept) for tier, kept in found.own], problems, [socket.gethostname(), names]]
-    ).encode()
+    rows = [_row(tier, kept) for tier, kept in found.own]
+    mine = json.dumps([rows, problems, [socket.gethostname(), names]]).encode()
     for rank, message in enumerate(gather(peers, mine)):
         rows, problems_there, (host, tiers_there) = json.loads(message)
         found.problems += [what for what, _ in problems_there]
@@ -202,27 +210,21 @@ class StoreListing:
 
     def read_more(self, peers: Peers) -> None:
         """Read the next manifests, twice as many each time. Collective; raises as `open`, and `StoreError`."""
-        self._batch_size = min(2 * self._batch_size, _BATCH_SIZE_MAX)
-        store_error = self._read_on_rank_0(
-            peers, lambda _: self._read_manifests(self._first_unread(self._batch_size))
-        )
+        count = self._batch_size = min(2 * self._batch_size, _BATCH_SIZE_MAX)
+        store_error = self._read_on_rank_0(peers, lambda _: self._read_manifests(self._first_unread(count)))
         if store_error is not None:
             raise store_error
 
     def manifest(self, number: int, peers: Peers) -> Manifest:
         """Return the manifest with this number. Collective."""
-        mine: Manifest | None = None
-        failed: HoldfastError | None = None
-        if peers.rank == 0:
-            try:
-                mine = self._manifest(number)
-            except HoldfastError as error:
-                failed = error
-        raise_agreed(peers, failed)
-        if mine is not None and peers.ranks == 1:
-            return mine
-        data = peers.broadcast(mine.to_bytes() if mine is not None else None)
-        return mine or Manifest.from_bytes(data, source="the store (from rank 0)")
+        found: list[Manifest] = []  # on rank 0
+
+        def ask() -> bytes:
+            found.append(self._manifest(number))
+            return b"" if peers.ranks == 1 else found[0].to_bytes()
+
+        data = ask_rank_0(peers, ask)
+        return found[0] if found else Manifest.from_bytes(data, source="the store (from rank 0)")
 
     # -- on rank 0
 
@@ -253,25 +255,21 @@ class StoreListing:
         self, peers: Peers, read: Callable[[Store], list[StoreCandidate]]
     ) -> HoldfastError | None:
         """Call `read` on rank 0, and broadcast the result. Returns the error if the store does not answer."""
-        message = b""
-        failed: HoldfastError | None = None
-        store_error: HoldfastError | None = None
-        if peers.rank == 0:
+        store_errors: list[StoreError] = []  # on rank 0
+
+        def ask() -> bytes:
             try:
                 rows = [] if self._store is None else _query_store(read, self._store, self._seconds_max)
-                unread = self._unread_manifests[0][1].order if self._unread_manifests else None
-                rewinds = (
-                    [one.model_dump(mode="json") for one in self.branches.rewinds] if self.branches else []
-                )
-                message = json.dumps([rows, unread, self.newest, self.older_branch_count, rewinds]).encode()
             except StoreError as error:
-                store_error, message = error, json.dumps({"code": error.code, "text": str(error)}).encode()
-            except HoldfastError as error:
-                failed = error
-        raise_agreed(peers, failed)
-        answer = json.loads(peers.broadcast(message if peers.rank == 0 else None))
+                store_errors.append(error)
+                return json.dumps({"code": error.code, "text": str(error)}).encode()
+            unread = self._unread_manifests[0][1].order if self._unread_manifests else None
+            rewinds = [one.model_dump(mode="json") for one in self.branches.rewinds] if self.branches else []
+            return json.dumps([rows, unread, self.newest, self.older_branch_count, rewinds]).encode()
+
+        answer = json.loads(ask_rank_0(peers, ask))
         if isinstance(answer, dict):
-            return store_error or peer_error(answer["code"], f"rank 0: {answer['text']}")
+            return next(iter(store_errors), None) or peer_error(answer["code"], f"rank 0: {answer['text']}")
         rows, unread, newest, self.older_branch_count, rewinds = answer
         if self.branches is None and rewinds:
             self.branches = Branches(map(Rewind.model_validate, rewinds))
@@ -281,19 +279,12 @@ class StoreListing:
 
 
 def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
-    if item.manifest is None:
-        return StoreCandidate(
-            number, item.attempt, item.step, 0, "", item.fault, is_unreadable=item.is_unreadable
-        )
-    manifest, rule = item.manifest, item.manifest.best
-    best = () if rule is None else (rule.metric, rule.mode)
-    return StoreCandidate(
-        number,
-        *(item.attempt, item.step, manifest.ranks, manifest.layout_digest, item.fault, item.caveat),
-        False,
-        manifest.metrics,
-        *best,
-    )
+    order, manifest = (item.attempt, item.step), item.manifest
+    if manifest is None:
+        return StoreCandidate(number, *order, 0, "", item.fault, is_unreadable=item.is_unreadable)
+    best = () if manifest.best is None else (manifest.best.metric, manifest.best.mode)
+    content = manifest.ranks, manifest.layout_digest
+    return StoreCandidate(number, *order, *content, item.fault, item.caveat, False, manifest.metrics, *best)
 
 
 def _query_store(query: Callable[[Store], _T], store: Store, seconds_max: float) -> _T:
@@ -308,36 +299,34 @@ def _query_store(query: Callable[[Store], _T], store: Store, seconds_max: float)
 
 
 def newest_attempt(
-    tiers: Sequence[Tier],
+    in_tiers: int,
     store: Store | None,
     peers: Peers,
     *,
     without_store: bool = False,
     seconds_max: float = _SECONDS_MAX,
 ) -> int:
-    """Return the highest attempt known to the store or to any tier of any rank; 0 on a new run. Collective.
+    """Return the highest attempt that the store knows, or that is in the tiers; 0 on a new run. Collective.
 
-    Only rank 0 asks the store. `without_store`: If the store does not answer, use the tiers alone; else StoreError.
-    `seconds_max`: For the store, and for each tier.
+    Only rank 0 asks the store. `without_store`: If the store does not answer, return that of the tiers; else
+    StoreError.
     """
-    found = list_tiers(tiers, peers, seconds_max=seconds_max)
-    newest = max((holder.key.attempt for holder in found.holders), default=0)
-    stored_attempt, error = 0, None
-    if peers.rank == 0 and store is not None:
+
+    def ask() -> bytes:
         try:
-            stored_attempt = _query_store(newest_of_store, store, seconds_max)
+            return b"0" if store is None else b"%d" % _query_store(newest_of_store, store, seconds_max)
         except StoreMissing:
-            stored_attempt = 0
-        except StoreError as refused:
+            return b"0"
+        except StoreError as error:
             if not without_store:
-                error = refused
-            else:
-                _log.warning(
-                    "the store does not answer, so the newest attempt is the newest that the local tiers have: %s",
-                    refused,
-                )
-    agree(peers, error)
-    return max(newest, int(peers.broadcast(b"%d" % stored_attempt if peers.rank == 0 else None)))
+                raise
+            _log.warning(
+                "the store does not answer, so the newest attempt is the newest that the local tiers have: %s",
+                error,
+            )
+            return b"0"
+
+    return max(in_tiers, int(ask_rank_0(peers, ask)))
 
 
 class CandidateListing:
@@ -357,27 +346,20 @@ class CandidateListing:
         set_aside: Collection[CheckpointId] = (),
         places: Sequence[RankPlace] = (),
     ) -> None:
-        self._places = places
-        self._holders = holders
-        self._store_listing = store_listing
-        self._peers = peers
-        self._set_aside = set_aside
+        self._store_listing, self._peers = store_listing, peers
+        self._holders, self._places, self._set_aside = holders, places, set_aside
         self._older_branches: list[Candidate | SkippedCheckpoint] = []
-        if store_listing.branches is not None:
-            self._holders = [
-                one for one in holders if store_listing.branches.is_current(CheckpointId(*one.key[:2]))
-            ]
+        if (branches := store_listing.branches) is not None:
+            self._holders = [one for one in holders if branches.is_current(CheckpointId(*one.key[:2]))]
             if store_listing.older_branch_count or len(self._holders) < len(holders):
-                fork = store_listing.branches.rewinds[-1].fork
+                fork = branches.rewinds[-1].fork
                 reason = (
                     f"the run was rewound to {fork}, and checkpoints of older branches are not restored; "
                     "`holdfast rewind --to` goes back to one of them"
                 )
-                self._older_branches = [
-                    SkippedCheckpoint(
-                        fork.attempt, fork.step, reason, was_complete=store_listing.step is None
-                    )
-                ]
+                was_complete = store_listing.step is None
+                left_out = SkippedCheckpoint(fork.attempt, fork.step, reason, was_complete=was_complete)
+                self._older_branches = [left_out]
 
     def __iter__(self) -> Iterator[Candidate | SkippedCheckpoint]:
         number = 0
@@ -394,9 +376,8 @@ class CandidateListing:
 
     def known_candidates(self) -> Sequence[Candidate | SkippedCheckpoint]:
         """Return the candidates known so far, in order; unread ones may belong between them. Not collective."""
-        listed = skip_set_aside(
-            candidates(self._holders, self._store_listing.stored, self._places), self._set_aside
-        )
+        known = candidates(self._holders, self._store_listing.stored, self._places)
+        listed = skip_set_aside(known, self._set_aside)
         return listed if self._store_listing.unread is not None else [*listed, *self._older_branches]
 
     def first(self) -> Candidate | None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.restore.group_orders import GroupOrder, check_kinds, reorder_schedulers
+from trainer_side.restore.group_orders import GroupOrder, check_kinds, first_moved, reorder_schedulers
 from trainer_side.restore.torch_loading import WRAPPERS
 from trainer_side.state.optimizer_places import (
     group_sizes,
@@ -118,8 +118,7 @@ def _check_lists(state: Mapping[str, Any], live: Mapping[str, Any], tree: Mappin
             if not isinstance(saved, list) or not all(isinstance(one, torch.Tensor) for one in saved):
                 continue
             own, there = [one.shape for one in tensors], [one.shape for one in saved]
-            if own != there and Counter(own) == Counter(there):
-                number = next(number for number, shape in enumerate(own) if shape != there[number])
+            if (number := first_moved(own, there)) is not None:
                 raise StateError(
                     f"{path}/{number}: expected the shape {list(there[number])} of the checkpoint, it has "
                     f"{list(own[number])}, and the shapes of this list are those that were saved in another order; "
@@ -149,10 +148,7 @@ def _saved_positions(
 
 
 def _names_of(found: Positions) -> Iterator[str]:
-    for groups in found.values():
-        for group in groups:
-            for position in group:
-                yield from position.names
+    return (name for groups in found.values() for group in groups for one in group for name in one.names)
 
 
 def _without_wrappers(name: str) -> str:
@@ -223,11 +219,8 @@ class _ParameterMatcher:
         """Whether the other state lacks the object of one of the two, or one of them has no object in its name."""
         objects_here = {name.partition("/")[0] for name in self._here.flat[own].names if "/" in name}
         objects_there = {name.partition("/")[0] for name in self._there.flat[other].names if "/" in name}
-        return (
-            not objects_here <= self._there.objects
-            or not objects_there <= self._here.objects
-            or not (objects_here and objects_there)
-        )
+        are_known = objects_here <= self._there.objects and objects_there <= self._here.objects
+        return not (are_known and objects_here and objects_there)
 
     def _check_unmatched(self, rest_here: Sequence[int], rest_there: Sequence[int]) -> None:
         """Refuse unmatched parameters if both sides have names, and one of these names is known to the other side."""
@@ -368,11 +361,16 @@ def _unique(side: _Side, level: Callable[[str], str], done: Any) -> dict[str, in
 
 
 def _moment_shape(moments: Any) -> tuple[int, ...] | None:
-    if isinstance(moments, Mapping):
-        for key, value in moments.items():
-            if key in LIKE_PARAMETERS and isinstance(value, torch.Tensor):
-                return tuple(value.shape)
-    return None
+    named = moments.items() if isinstance(moments, Mapping) else ()
+    like = (one for key, one in named if key in LIKE_PARAMETERS and isinstance(one, torch.Tensor))
+    return next((tuple(one.shape) for one in like), None)
+
+
+def renumbered_state(saved: Mapping[str, Any], keys: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return the state of the parameters in `keys` (pairs of new and old key), and all that belongs to none."""
+    state, of_parameters = saved["state"], {*numbers_of(saved)}
+    others = {key: value for key, value in state.items() if key not in of_parameters}
+    return others | {new: state[old] for new, old in keys if old in state}
 
 
 def _renumber(
@@ -380,18 +378,11 @@ def _renumber(
 ) -> None:
     """Renumber the saved state as the script's optimizer numbers its parameters."""
     there = numbers_of(saved)
-    texts = [
-        name
-        for group in saved["param_groups"]
-        for name in group.get("param_names") or [None] * len(group["params"])
-    ]
-    here, known = numbers_of(live), set(there)
-    state = {key: value for key, value in saved["state"].items() if key not in known}
-    state.update(
-        (own, saved["state"][there[other]])
-        for own, other in zip(here, order, strict=True)
-        if there[other] in saved["state"]
-    )
+    texts: list[Any] = []
+    for group in saved["param_groups"]:
+        texts += group.get("param_names") or [None] * len(group["params"])
+    old_keys = [there[other] for other in order]
+    state = renumbered_state(saved, zip(numbers_of(live), old_keys, strict=True))
     arranged, begin = [], 0
     for own, number in zip(live["param_groups"], groups, strict=True):
         group, end = dict(saved["param_groups"][number]), begin + len(own["params"])

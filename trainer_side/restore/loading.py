@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from holdfast.errors import StateError
+from trainer_side.restore.group_orders import differ
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.mismatch import describe_mismatch
 from trainer_side.restore.split_parts import SplitPart
@@ -72,9 +73,6 @@ def same_group_lists(optimizer: Optimizer) -> Iterator[None]:
         one.param_groups = kept[id(loaded)]
 
 
-_REFILLED = (dict, list, set, deque)
-
-
 def refill(live: Any, saved: Any) -> bool:
     """Replace the content of the container `live` by that of `saved`, recursively. Training thread.
 
@@ -83,36 +81,22 @@ def refill(live: Any, saved: Any) -> bool:
     """
     if live is saved:
         return True
-    if not _same_kind(live, saved):
-        return False
-    if isinstance(live, dict):
+    if isinstance(live, dict) and isinstance(saved, Mapping):
         content = {key: _merge(live.get(key), value) for key, value in saved.items()}
         live.clear()
         live.update(content)
-    elif isinstance(live, list):
+    elif isinstance(live, list) and isinstance(saved, list):
         old = [*live, *[None] * (len(saved) - len(live))]
         live[:] = [_merge(before, value) for before, value in zip(old, saved, strict=False)]
-    elif isinstance(live, set):
+    elif isinstance(live, set) and isinstance(saved, set):
         live.clear()
         live.update(saved)
-    else:
+    elif isinstance(live, deque) and isinstance(saved, deque):
         live.clear()
         live.extend(saved)
+    else:
+        return False
     return True
-
-
-def differs(live: Any, saved: Any) -> bool:
-    """Whether a plain value of the script differs from the saved one."""
-    try:
-        return bool(live != saved)
-    except Exception:  # noqa: BLE001 - a tuple with tensors, or a class with an `!=` of its own
-        return True
-
-
-def _same_kind(live: Any, saved: Any) -> bool:
-    if isinstance(live, dict):
-        return isinstance(saved, Mapping)
-    return any(isinstance(live, kind) and isinstance(saved, kind) for kind in _REFILLED)
 
 
 def _merge(live: Any, saved: Any) -> Any:
@@ -165,11 +149,8 @@ def _tensor_dicts(value: Any) -> list[dict[Any, Any]]:
     if isinstance(value, torch.nn.Module):
         return [holder for module in value.modules() for holder in (module._parameters, module._buffers)]
     if isinstance(value, Optimizer):
-        return [
-            holder
-            for holder in (value.state, *value.state.values(), *value.param_groups)
-            if isinstance(holder, dict)
-        ]
+        holders = (value.state, *value.state.values(), *value.param_groups)
+        return [holder for holder in holders if isinstance(holder, dict)]
     return []
 
 
@@ -237,13 +218,13 @@ def check_state_fits(
             "so that the object can be restored"
         )
     mismatches = [
-        describe_mismatch(name, value, tree[name], ranks=ranks)
+        text
         for name, value in state.items()
-        if name in tree
+        if name in tree and (text := describe_mismatch(name, value, tree[name], ranks=ranks))
     ]
-    if any(mismatches):
+    if mismatches:
         raise StateError(
-            f"step {step}: {_few([other for other in mismatches if other])}; pass the objects that were saved, or "
+            f"step {step}: {_few(mismatches)}; pass the objects that were saved, or "
             "give new ones another name and restore with may_lack; nothing was loaded"
         )
     extra = [name for name in tree if name not in state]
@@ -357,14 +338,15 @@ def load(
     that differ are logged. StateError: an object refused its state.
     """
     values: dict[str, Any] = {}
-    names = [
-        name for name, value in sorted(state.items(), key=lambda item: _load_order(item[1])) if name in tree
-    ]
+    names = [name for name in sorted(state, key=lambda name: _load_order(state[name])) if name in tree]
     for turn, name in enumerate(names):
         value, saved = state[name], tree.pop(name)
         try:
-            if isinstance(value, PerRank):
-                _load_per_rank(name, value, saved)
+            if isinstance(value, PerRank) and _loadable(value.value):
+                _load_object(name, value.value, saved, {})
+            elif isinstance(value, PerRank):
+                with _name_refusals(name, value.value):
+                    value.load(saved)
             elif isinstance(value, torch.Tensor):
                 if saved is not value:  # a DTensor
                     with writable(value):
@@ -376,9 +358,7 @@ def load(
                 values[name] = value if refill(value, saved) else saved
         except StateError as refused:
             raise StateError(f"{refused}; {_describe_progress(names, turn, in_place)}") from refused
-    stale = [
-        name for name, value in values.items() if value is not state[name] and differs(state[name], value)
-    ]
+    stale = [name for name, value in values.items() if differ(state[name], value)]
     if stale:
         _log.warning(
             "not restored, because the script holds plain values that cannot be changed in place: %s; keep each "
@@ -410,24 +390,12 @@ def _describe_progress(names: list[str], refused: int, in_place: Collection[str]
     return "; ".join([*texts, "do not train on with this state"])
 
 
-def _load_per_rank(name: str, value: PerRank, saved: Any) -> None:
-    if _loadable(value.value):
-        _load_object(name, value.value, saved, {})
-        return
-    with _name_refusals(name, value.value):
-        value.load(saved)
-
-
 def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collection[int] = ()) -> None:
     by_torch, is_optimizer = is_loaded_by_torch(value, saved), isinstance(value, Optimizer)
     rollback = nullcontext() if by_torch else rolled_back_on_error(value, live)
     lists = same_group_lists(value) if is_optimizer else nullcontext()
     with _name_refusals(name, value), rollback:
-        optimizers = optimizers_of({name: value})
-        casts: AbstractContextManager[list[Optimizer]] = nullcontext([])
-        if optimizers:
-            casts = uncasting(optimizers, on_host)
-        with casts as done, lists, writable(value):
+        with uncasting(optimizers_of({name: value}), on_host) as done, lists, writable(value):
             value.load_state_dict(saved)
         if is_optimizer and not done:
             uncast(value, saved, only_casts=True)  # its own loading may cast as torch's does

@@ -95,14 +95,9 @@ def _groups_mismatch(name: str, value: torch.optim.Optimizer, saved: Mapping[str
     there = [len(group["params"]) for group in saved["param_groups"]]
     if here == there:
         return ""
-    first = next(
-        (
-            f" (group {number}: {own} and {other})"
-            for number, (own, other) in enumerate(zip(here, there, strict=False))
-            if own != other
-        ),
-        "",
-    )
+    sizes = enumerate(zip(here, there, strict=False))
+    differing = (f" (group {number}: {own} and {other})" for number, (own, other) in sizes if own != other)
+    first = next(differing, "")
     advice = "make it with the groups and parameters that were saved, frozen ones too"
     if len(here) < len(there) and here == there[: len(here)]:
         advice = f"add the groups before restore(): {_count(len(there) - len(here), 'group')} more by add_param_group()"

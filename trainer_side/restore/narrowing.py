@@ -13,6 +13,7 @@ and the order on every rank fit.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -22,7 +23,7 @@ import torch
 
 from holdfast.errors import StateError
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.restore.joining_by_name import LIKE_PARAMETERS
+from trainer_side.restore.joining_by_name import LIKE_PARAMETERS, renumbered_state
 from trainer_side.state.optimizer_places import is_optimizer_dict, numbers_of, parameter_names
 from trainer_side.state.position_names import Position, Positions
 
@@ -112,9 +113,8 @@ def _file_places(own: StageNames, tree: Mapping[str, Any]) -> dict[str, _FilePla
             if isinstance(tensor, torch.Tensor):
                 memory = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape)
                 place = _FilePlace(len(by_memory), tuple(tensor.shape), str(name))
-                places.setdefault(
-                    str(name), by_memory.setdefault(memory if tensor.numel() else (name,), place)
-                )
+                place = by_memory.setdefault(memory if tensor.numel() else (name,), place)
+                places.setdefault(str(name), place)
     return places
 
 
@@ -128,11 +128,8 @@ def _names_of(
     for group, positions in zip(saved["param_groups"], groups, strict=True):
         if not all(position.names for position in positions):
             return None
-        pairs = [
-            (name.partition("/")[2], number)
-            for number, position in zip(group["params"], positions, strict=True)
-            for name in position.names
-        ]
+        numbered = zip(group["params"], positions, strict=True)
+        pairs = [(name.partition("/")[2], number) for number, one in numbered for name in one.names]
         found.append(dict(pairs))
         if len(found[-1]) != len(pairs):
             return None  # two modules of the state have the same names
@@ -156,20 +153,16 @@ def _keys_by_name(
         for number, parameters in enumerate(own):
             keys_of[-1].append([])
             for names in parameters:
-                name = next((name for name in names if name in known[number]), None)
-                if name is None:
+                found = [known[number][name] for name in names if name in known[number]]
+                if not found:
                     raise StateError(
                         f"{at}: rank {rank} has the parameter {names[0]} in group {number}, in which the checkpoint "
                         "has none of that name; nothing was loaded"
                     )
-                used[number].update(known[number][one] for one in names if one in known[number])
-                keys_of[-1][-1].append(known[number][name])
-    lost = [
-        name
-        for of_group, keys in zip(known, used, strict=True)
-        for name, key in of_group.items()
-        if key not in keys
-    ]
+                used[number].update(found)
+                keys_of[-1][-1].append(found[0])
+    of_groups = zip(known, used, strict=True)
+    lost = [name for names, keys in of_groups for name, key in names.items() if key not in keys]
     if lost:
         raise StateError(
             f"{at}: the checkpoint has the parameters {', '.join(lost[:5])}, which no rank has ({len(lost)} in all); "
@@ -239,18 +232,12 @@ def _same_groups(at: str, saved: Mapping[str, Any], groups_by_rank: Sequence[_Gr
 
 def _numbered(saved: Mapping[str, Any], keys: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Return the saved state of these parameters only, numbered in this order."""
-    of_parameters = {*numbers_of(saved)}
-    state = {key: value for key, value in saved["state"].items() if key not in of_parameters}
-    groups, count = [], 0
-    for group, own in zip(saved["param_groups"], keys, strict=True):
-        numbers = range(count, count + len(own))
-        count += len(own)
-        groups.append({**group, "params": [*numbers]})
-        state.update(
-            (number, saved["state"][key])
-            for number, key in zip(numbers, own, strict=True)
-            if key in saved["state"]
-        )
+    numbers = itertools.count()
+    groups = [
+        {**group, "params": [next(numbers) for _ in own]}
+        for group, own in zip(saved["param_groups"], keys, strict=True)
+    ]
+    state = renumbered_state(saved, enumerate(itertools.chain.from_iterable(keys)))
     return {**saved, "state": state, "param_groups": groups}
 
 
@@ -261,11 +248,8 @@ def _saved(tree: Mapping[str, Any], name: str) -> Mapping[Any, Any]:
 
 def _optimizers(state: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
     """Names of optimizers whose saved state has torch's form."""
-    return [
-        name
-        for name, value in state.items()
-        if isinstance(value, torch.optim.Optimizer) and is_optimizer_dict(tree.get(name))
-    ]
+    optimizers = (name for name, value in state.items() if isinstance(value, torch.optim.Optimizer))
+    return [name for name in optimizers if is_optimizer_dict(tree.get(name))]
 
 
 def _is_by_name(saved: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ chunk. Bytes that one source fails to provide are read from the next.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -30,7 +31,7 @@ from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import NEARNESS_OF_STORE, STORE, Candidate
 from trainer_side.restore.split_parts import PlacedParts
-from trainer_side.restore.structure import Structure, ends_of
+from trainer_side.restore.structure import Structure, chunk_extent, ends_of
 from trainer_side.restore.targets import EntrySink, EntryTarget, ScatterTarget, copy_regions, whole_entry
 from trainer_side.tiers.first_touch import cores_of_rank
 from trainer_side.tiers.tier import Nearness, SealedSlice, SliceKeeper
@@ -88,13 +89,12 @@ def agree_on_plan(structure: Structure, placed: PlacedParts, peers: Peers) -> Re
         if index not in placed.free:
             target.regions.append(whole_entry(index, storages[index]))
     if own:
-        between = [
-            index for index in shared if storages[index].nbytes() <= _SMALL_BYTES and index not in wanted
-        ]
-        for index in between:
+        small = {index for index in shared if storages[index].nbytes() <= _SMALL_BYTES}
+        between = small - wanted
+        for index in sorted(between):
             own[index] = ScatterTarget.whole(index, storages[index])
             del shared[index]
-        unshared |= frozenset(between)
+        unshared |= between
     mixed = {index: target for index, target in placed.regions.items() if index in shared}
     return ReadPlan(shared, own, unshared, mixed)
 
@@ -141,16 +141,16 @@ def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[in
     for chunk in range(layout.chunks):
         for rank in layout.senders(chunk):
             extents = layout.pieces(chunk, rank)
-            if within is None or any(_overlap(extent, needed) for extent in extents for needed in within):
+            if within is None or any(
+                max(extent.offset, needed.offset) < min(extent.end, needed.end)
+                for extent in extents
+                for needed in within
+            ):
                 nbytes = sum(extent.nbytes for extent in extents)
                 pieces[count] = FramePiece(rank, frames[rank], chunk, extents, nbytes)
             frames[rank] += 1
             count += 1
     return pieces
-
-
-def _overlap(one: Extent, other: Extent) -> bool:
-    return max(one.offset, other.offset) < min(one.end, other.end)
 
 
 def divide(
@@ -170,17 +170,14 @@ def divide(
     units: list[Unit] = []
     lost: list[int] = []
     loads = [0] * ranks
-    by_chunk: dict[int, list[int]] = {}
-    for number, piece in pieces.items():
-        by_chunk.setdefault(piece.chunk, []).append(number)
-    for chunk, numbers in sorted(by_chunk.items()):
+    for chunk, numbers in itertools.groupby(pieces, key=lambda number: pieces[number].chunk):
         chosen: dict[int, FrameSource] = {}
         for number in numbers:
             source = _nearest_source(candidate, number, pieces[number], loads, failed, broken)
             if source is None:
                 lost.append(number)
-                continue
-            chosen[number] = source
+            else:
+                chosen[number] = source
         if _STORE_SOURCE in chosen.values():
             # A chunk of the store is read whole for its CRC anyway.
             from_store = [number for number in chosen if (number, _STORE_SOURCE) not in failed]
@@ -220,17 +217,14 @@ def store_units(image: Manifest, ranks: int, without: Collection[int] = ()) -> l
 
     `without`: Entries that are not shared; chunks with only such bytes and the headers between are left out.
     """
-    chosen: Sequence[int] = range(-(-image.image_bytes // image.chunk_bytes))
-    if without:
-        chosen = _chunks_without(image, without)
+    everything = range(-(-image.image_bytes // image.chunk_bytes))
+    chosen = _chunks_without(image, without) if without else everything
     chunks = len(chosen)
-    units = []
-    for rank in range(ranks):
-        for chunk in chosen[rank * chunks // ranks : (rank + 1) * chunks // ranks]:
-            offset = chunk * image.chunk_bytes
-            extent = Extent(offset, min(image.chunk_bytes, image.image_bytes - offset))
-            units.append(Unit(rank, STORE, chunk, -1, (extent,), ()))
-    return units
+    return [
+        Unit(rank, STORE, chunk, -1, (chunk_extent(image, chunk),), ())
+        for rank in range(ranks)
+        for chunk in chosen[rank * chunks // ranks : (rank + 1) * chunks // ranks]
+    ]
 
 
 def _chunks_without(image: Manifest, without: Collection[int]) -> list[int]:
@@ -241,14 +235,9 @@ def _chunks_without(image: Manifest, without: Collection[int]) -> list[int]:
         for index, entry in enumerate(image.entries)
         if index not in without and entry.nbytes
     ]
-    return sorted(
-        {
-            chunk
-            for begin, end in spans
-            if begin < end
-            for chunk in range(begin // image.chunk_bytes, (end - 1) // image.chunk_bytes + 1)
-        }
-    )
+    nbytes = image.chunk_bytes
+    chunks = (range(begin // nbytes, (end - 1) // nbytes + 1) for begin, end in spans if begin < end)
+    return sorted({*itertools.chain.from_iterable(chunks)})
 
 
 _TIER_REQUEST_BYTES = 4 << 20  # a multiple of the page size; small enough to stay in the processor's cache
@@ -277,11 +266,9 @@ class StoredFile:
 
     def locate(self, unit: Unit) -> UnitLocation:
         """Return the place of the whole chunk, as the CRC covers all of it."""
-        manifest = self._manifest
-        offset = unit.chunk * manifest.chunk_bytes
-        extent = Extent(offset, min(manifest.chunk_bytes, manifest.image_bytes - offset))
-        what = f"chunk {unit.chunk} ({extent.nbytes} bytes from {offset})"
-        return UnitLocation((extent,), offset, manifest.chunk_crc32s[unit.chunk], what)
+        extent = chunk_extent(self._manifest, unit.chunk)
+        what = f"chunk {unit.chunk} ({extent.nbytes} bytes from {extent.offset})"
+        return UnitLocation((extent,), extent.offset, self._manifest.chunk_crc32s[unit.chunk], what)
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset` on. DamageError: the file ends before; StoreError: the store failed."""

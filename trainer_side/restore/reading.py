@@ -5,23 +5,21 @@
 
 1. Each reader reuses one window for all its runs: store and tiers write into it past the page cache, and its bytes are
    checked and copied while they are still in the processor's cache. Besides the tensors, at most `threads` windows are
-   in memory, and those of hanging threads. For a device, a window collects the runs of a unit and is transferred in one
-   piece, while the next unit is read into a second window.
+   in memory, and those of hanging threads.
 2. The CRC-32 of a unit is combined from those of its parts and of the gaps between them: no byte is summed twice.
-3. A checked unit is shared while the next ones are read (`exchange.py`). The ranks take turns (first unit of each,
-   second unit of each, …), so each rank makes the same `share` calls in the same order.
-4. A rank that finds damage keeps sharing, although its memory is undefined: the order of calls must not break. Its
-   error is returned, and the ranks agree afterwards.
-5. A unit that a tier cannot provide does not stop the others: `slice_reader.py` reads it from elsewhere. A failure of
+3. A checked unit is shared while the next ones are read. The ranks take turns (first unit of each, second unit of each,
+   …), so each rank makes the same `share` calls in the same order. A rank that finds damage keeps sharing, although its
+   memory is undefined; the ranks agree on its error afterwards.
+4. A unit that a tier cannot provide does not stop the others: `slice_reader.py` reads it from elsewhere. A failure of
    the store ends the read.
-6. If a request to a tier does not return in time, its device hangs: this rank abandons all its requests to that tier,
+5. If a request to a tier does not return in time, its device hangs: this rank abandons all its requests to that tier,
    and new threads replace the blocked ones. Bytes that arrive later stay in their windows.
 """
 
 from __future__ import annotations
 
 import bisect
-import logging
+import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -43,7 +41,6 @@ from trainer_side.restore.scatter import Scatter
 from trainer_side.restore.structure import ImageMap
 from trainer_side.restore.targets import ChunkWindows, EntrySink, ReadRun, ReadWindow, Sum
 
-_log = logging.getLogger("holdfast.restore")
 # Broadcasts in flight. Waiting for them also drives them, while the readers keep reading.
 _SHARES_IN_FLIGHT = 64
 _READS_MAX = 2
@@ -111,8 +108,7 @@ def sharing_order(units: Sequence[Unit], ranks: int) -> list[Unit]:
     by_rank: list[list[Unit]] = [[] for _ in range(ranks)]
     for unit in units:
         by_rank[unit.reader].append(unit)
-    rounds = range(max((len(own) for own in by_rank), default=0))
-    return [own[turn] for turn in rounds for own in by_rank if turn < len(own)]
+    return [unit for turn in itertools.zip_longest(*by_rank) for unit in turn if unit is not None]
 
 
 def read(
@@ -133,36 +129,32 @@ def read(
     `Reading.error` is the first problem that no other source can fix: a CRC of the store is wrong, the file is short,
     or the store failed. PeerLost: a rank is gone.
     """
-    threads, seconds_max, device_sections = read_options
     exchange: Exchange | None = units if isinstance(units, Scatter) else None
     units = units.units if isinstance(units, Scatter) else units
     own = [unit for unit in units if unit.reader == peers.rank]
     windows = ChunkWindows(image, targets)
     if exchange is None and peers.ranks > 1:
-        exchange = Broadcast(image, windows, targets, own, device_sections)
-    pool = ReaderPool(image, origins, targets, windows, exchange, seconds_max, device_sections)
-    what = origins[own[0].number].what if own else ""
-    outcome = Reading()
-    begun = time.monotonic()
-    deadline = begun + seconds_max
-    used = [origins[number] for number in {unit.number for unit in own}]
-    readings = pool.start(own, threads or reader_count(used))
-    own_done, shared = begun, 0
+        exchange = Broadcast(image, windows, targets, own, read_options.device_sections)
+    pool = ReaderPool(image, origins, targets, windows, exchange, read_options)
+    outcome = pool.outcome
+    begun = own_done = time.monotonic()
+    deadline = begun + read_options.seconds_max
+    pool.start(own)
+    shared = 0
     for unit in sharing_order(units, peers.ranks):
         if unit.reader == peers.rank:
-            _wait_for_unit(unit, readings[unit], deadline, outcome, pool, peers)
+            pool.wait_for_unit(unit, deadline, peers)
             own_done = time.monotonic()
         if exchange is not None:
             exchange.share(unit, peers)
             shared += 1
             if shared % _SHARES_IN_FLIGHT == 0 or exchange.is_full:
-                peers.finish(deadline + seconds_max - time.monotonic())
+                peers.finish(deadline + read_options.seconds_max - time.monotonic())
                 exchange.process_received()
-    _wait_for_readers(readings, deadline, outcome, pool, what)
+    pool.wait_for_readers(deadline)
     outcome.seconds["read"] = own_done - begun
-    outcome.bytes_read, outcome.sums, outcome.usage = pool.bytes_read, pool.sums, pool.usage()
     if exchange is not None:
-        peers.finish(deadline + seconds_max - time.monotonic())
+        peers.finish(deadline + read_options.seconds_max - time.monotonic())
         exchange.process_received()
         outcome.received, outcome.error = exchange.received, outcome.error or exchange.error
         outcome.seconds["exchange"] = time.monotonic() - own_done
@@ -170,57 +162,10 @@ def read(
     return outcome
 
 
-def _wait_for_unit(
-    unit: Unit, reading: Future[None], deadline: float, outcome: Reading, pool: ReaderPool, peers: Peers
-) -> None:
-    """Wait for one of this rank's units. The first error that no other source can fix stops the readers."""
-    if outcome.error is not None:
-        return
-    lost: HoldfastError | None = None
-    while not reading.done() and lost is None and time.monotonic() < deadline:
-        if peers.ranks > 1:
-            peers.poll()
-        wait([reading], _POLL_SECONDS if peers.ranks > 1 else _CHECK_SECONDS)
-        lost = pool.check_hanging(unit)
-    try:
-        if lost is not None:
-            raise lost
-        reading.result(max(0.0, deadline - time.monotonic()))
-    except HoldfastError as error:
-        if unit.number == STORE:
-            outcome.error = error
-        else:
-            broken = not isinstance(error, DamageError)
-            outcome.failures.append(Failure(unit, error, broken, pool.is_hanging(unit)))
-    except TimeoutError:
-        outcome.error = _timeout_error(pool.describe(unit))
-    if outcome.error is not None:
-        pool.stop()
-
-
-def _wait_for_readers(
-    readings: Mapping[Unit, Future[None]], deadline: float, outcome: Reading, pool: ReaderPool, what: str
-) -> None:
-    """Wait until all readers are done: after damage, the next candidate is read into the same memory."""
-    for unit, reading in readings.items():
-        while not reading.done() and pool.check_hanging(unit) is None:
-            if time.monotonic() > deadline:
-                outcome.error = _timeout_error(what)
-                return
-            wait([reading], _CHECK_SECONDS)
-
-
 def _timeout_error(what: str) -> StoreError:
     return StoreError(
         f"{what}: not read within the time for restoring; is the store slow or hanging?", retriable=True
     )
-
-
-class _Request(NamedTuple):
-    """A read in flight. After the time `limit`, its tier counts as hanging."""
-
-    unit: Unit
-    limit: float
 
 
 class ReaderPool:
@@ -233,11 +178,10 @@ class ReaderPool:
         targets: Mapping[int, EntrySink],
         windows: ChunkWindows,
         exchange: Exchange | None,
-        seconds_max: float,
-        device_sections: DeviceSections | None = None,
+        read_options: ReadOptions,
     ) -> None:
-        self._device_sections = device_sections
-        self._origins, self._targets, self._seconds_max = origins, targets, seconds_max
+        self._threads, self._seconds_max, self._device_sections = read_options
+        self._origins, self._targets = origins, targets
         self._windows, self._exchange = windows, exchange
         self._largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
         self._unit_bytes = min(image.chunk_bytes, image.image_bytes)
@@ -246,42 +190,82 @@ class ReaderPool:
         self._local = threading.local()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
+        self._readings: dict[Unit, Future[None]] = {}
         self._broken: dict[int, HoldfastError] = {}
-        self._requests: dict[int, _Request] = {}  # by thread
+        # By thread: the request in flight, and when its tier counts as hanging.
+        self._requests: dict[int, tuple[Unit, float]] = {}
         self._hanging: set[str] = set()  # tiers
         self._lost: set[Unit] = set()  # units whose reader hangs
-        self._spans: dict[str, tuple[float, float, int]] = {}
-        self.bytes_read = 0  # of units whose CRC was right
-        self.sums: dict[int, Sum] = {}  # of each part in them, by its offset in the image
+        self._begun: dict[str, float] = {}  # the first request to each tier
+        self.outcome = Reading()  # counts units whose CRC was right
 
-    def start(self, own: Sequence[Unit], threads: int) -> dict[Unit, Future[None]]:
+    def start(self, own: Sequence[Unit]) -> None:
         """Start to read this rank's units, in order."""
+        used = (self._origins[number] for number in {unit.number for unit in own})
+        threads = self._threads or reader_count(used)
         if self._device_sections is not None:
             sections = max(self._largest, section_bytes(threads)) // self._request_bytes * self._request_bytes
             self._section_bytes = min(sections, self._unit_bytes)
         self._readers = BoundedThreads(self.read, own, threads, "read")
-        return dict(zip(own, self._readers.futures, strict=True))
+        self._readings = dict(zip(own, self._readers.futures, strict=True))
 
     def close(self) -> None:
-        """Close the origins, and break the reference cycle that would keep the targets until a collection."""
+        """Close the origins, and break the reference cycles that would keep the targets until a collection."""
         for origin in self._origins.values():
             origin.close()
+        self._readings, self.outcome = {}, Reading()  # their errors refer to the frames of readers
         del self._readers
 
-    def check_hanging(self, unit: Unit) -> HoldfastError | None:
+    def wait_for_unit(self, unit: Unit, deadline: float, peers: Peers) -> None:
+        """Wait for one of this rank's units. The first error that no other source can fix stops the readers."""
+        outcome, reading = self.outcome, self._readings[unit]
+        if outcome.error is not None:
+            return
+        lost: HoldfastError | None = None
+        while not reading.done() and lost is None and time.monotonic() < deadline:
+            if peers.ranks > 1:
+                peers.poll()
+            wait([reading], _POLL_SECONDS if peers.ranks > 1 else _CHECK_SECONDS)
+            lost = self._check_hanging(unit)
+        try:
+            if lost is not None:
+                raise lost
+            reading.result(max(0.0, deadline - time.monotonic()))
+        except HoldfastError as error:
+            if unit.number == STORE:
+                outcome.error = error
+            else:
+                hangs = self._origins[unit.number].tier in self._hanging
+                outcome.failures.append(Failure(unit, error, not isinstance(error, DamageError), hangs))
+        except TimeoutError:
+            outcome.error = _timeout_error(self._describe(unit))
+        if outcome.error is not None:
+            self._stopped.set()
+
+    def wait_for_readers(self, deadline: float) -> None:
+        """Wait until all readers are done: after damage, the next candidate is read into the same memory."""
+        for unit, reading in self._readings.items():
+            while not reading.done() and self._check_hanging(unit) is None:
+                if time.monotonic() > deadline:
+                    self.outcome.error = _timeout_error(self._origins[unit.number].what)
+                    return
+                wait([reading], _CHECK_SECONDS)
+
+    def _check_hanging(self, unit: Unit) -> HoldfastError | None:
         """Detect hanging requests, and replace their threads. Return why `unit` will not arrive, or None."""
         now = time.monotonic()
         with self._lock:
-            for late in [one for one in self._requests.values() if now > one.limit]:
-                self._abandon_tier(late.unit)
+            for late, limit in self._requests.values():
+                if now > limit:
+                    self._abandon_tier(late)
             stuck = {
                 thread: one
-                for thread, one in self._requests.items()
-                if self._origins[one.unit.number].tier in self._hanging
+                for thread, (one, _) in self._requests.items()
+                if self._origins[one.number].tier in self._hanging
             }
             for thread, one in stuck.items():
                 del self._requests[thread]
-                self._lost.add(one.unit)
+                self._lost.add(one)
             lost = self._broken[unit.number] if unit in self._lost else None
         self._readers.add_threads(len(stuck))
         return lost
@@ -294,7 +278,7 @@ class ReaderPool:
         self._hanging.add(origin.tier)
         seconds = origin.seconds_share * self._seconds_max
         error = StoreError(
-            f"{self.describe(unit)}: no bytes for {seconds:g} s, {origin.seconds_share:.0%} of "
+            f"{self._describe(unit)}: no bytes for {seconds:g} s, {origin.seconds_share:.0%} of "
             f"restore_seconds_max = {self._seconds_max:g} s: the device hangs, and this rank sends it no more "
             "requests; check the kernel log (dmesg), or remove it from tiers"
         )
@@ -302,18 +286,9 @@ class ReaderPool:
             (number, error) for number, other in self._origins.items() if other.tier == origin.tier
         )
 
-    def is_hanging(self, unit: Unit) -> bool:
-        return self._origins[unit.number].tier in self._hanging
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def describe(self, unit: Unit) -> str:
+    def _describe(self, unit: Unit) -> str:
         origin = self._origins[unit.number]
         return f"{origin.what}: {origin.locate(unit).what}"
-
-    def usage(self) -> dict[str, SourceUsage]:
-        return {tier: SourceUsage(nbytes, end - begun) for tier, (begun, end, nbytes) in self._spans.items()}
 
     def read(self, unit: Unit) -> None:
         """Read one unit into its targets; retry once if its CRC differs, as a transfer may have flipped a bit.
@@ -350,13 +325,14 @@ class ReaderPool:
             raise DamageError(
                 f"{origin.what}: {location.what}: CRC-32 expected {location.crc32:08x}, got {summed:08x}"
             )
-        nbytes, end = sum(s.nbytes for s in sums), time.monotonic()
+        nbytes = sum(s.nbytes for s in sums)
         with self._lock:
-            self.bytes_read += nbytes
-            first, last, before = self._spans.get(origin.tier, (begun, end, 0))
-            self._spans[origin.tier] = (min(first, begun), max(last, end), before + nbytes)
+            self.outcome.bytes_read += nbytes
+            usage = self.outcome.usage.setdefault(origin.tier, SourceUsage())
+            self._begun[origin.tier] = min(begun, self._begun.get(origin.tier, begun))
+            usage.nbytes, usage.seconds = usage.nbytes + nbytes, time.monotonic() - self._begun[origin.tier]
             for part, own in zip(parts, of_parts, strict=True):
-                self.sums[part.offset] = Sum(combine_all(own), part.nbytes)
+                self.outcome.sums[part.offset] = Sum(combine_all(own), part.nbytes)
 
     def _read(
         self, unit: Unit, origin: Origin, run: ReadRun, sums: list[Sum], section: _Section
@@ -369,11 +345,10 @@ class ReaderPool:
         address = section.window.address + first
         me = threading.get_ident()
         limit = time.monotonic() + origin.seconds_share * self._seconds_max
-        request = _Request(unit, limit)
         with self._lock:
             if unit.number in self._broken:
                 raise self._broken[unit.number]
-            self._requests[me] = request
+            self._requests[me] = unit, limit
         try:
             origin.read_into(run.offset, view)
         except StoreError as error:

@@ -1,12 +1,11 @@
 """Restores the newest good checkpoint, read from the nearest copy, on any number of ranks.
 
 1. All ranks run the same stages. Each stage ends with an agreement, so an error of one rank is raised on all.
-2. Bytes that one tier cannot provide are read from another tier of any rank, or from the store (`slice_reader.py`). If
-   no source has them intact (a CRC, a size, a structure, a missing file), the next older checkpoint is tried. Every
-   other error is raised: an older checkpoint does not help if the store is down or the shapes differ.
-3. Objects that torch loads without custom code have their tensors read in place (`torch_loading.py`,
-   `Structure.adopt`). After an exception these may hold bytes of any checkpoint: do not train on with this state.
-4. Each rank fills its own parts of split tensors (`split_parts.py`, `scatter.py`).
+2. Bytes that one tier cannot provide are read from another tier of any rank, or from the store. If no source has them
+   intact, the next older checkpoint is tried. Every other error is raised: an older checkpoint does not help if the
+   store is down or the shapes differ.
+3. Objects that torch loads without custom code have their tensors read in place. After an exception these may hold
+   bytes of any checkpoint: do not train on with this state.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ def restore(
         store, peers, step=step, also=ring_contents.keys if ring_contents else (), seconds_max=seconds_max
     )
     ring = ring_contents.staged_slices(store_listing.stored, peers) if ring_contents else None
-    tier_listing = list_tiers(
-        [*tiers, ring] if ring else tiers, peers, seconds_max=seconds_max * HANGING_SHARE
-    )
+    places = [*tiers, ring] if ring else tiers
+    tier_listing = list_tiers(places, peers, seconds_max=seconds_max * HANGING_SHARE)
     near = ring is not None and ring.near_on_all_ranks
     job = RestoreJob(state, store, peers, events, tier_listing, store_listing, options, near)
     job.report(tier_listing.problems, "other tiers, other ranks or the store may have it", event="damaged")
@@ -80,7 +78,7 @@ def restore(
     if store_error is not None and options.best is not None:
         raise store_error  # only manifests have metrics
     if store_error is not None:
-        _proceed_without_store(job, store_error, listed.first(), without_store=options.without_store)
+        _proceed_without_store(job, store_error, listed.first())
     if step is not None:
         known = [CheckpointId(one.key.attempt, one.key.step) for one in tier_listing.holders]
         known += [] if store_listing.newest is None else [store_listing.newest]
@@ -91,17 +89,13 @@ def restore(
         if (first := listed.first()) is not None:
             job.report(_drift_of_newer(listed.known_candidates(), first), "an older checkpoint is preferred")
         ordered = iter(listed)
-    seconds = {"catalog": time.monotonic() - begun}
-    return _first_good(job, ordered, seconds, can_skip=options.can_skip)
+    return _first_good(job, ordered, {"catalog": time.monotonic() - begun})
 
 
 def _first_good(
-    job: RestoreJob,
-    ordered: Iterator[Candidate | SkippedCheckpoint],
-    seconds: dict[str, float],
-    *,
-    can_skip: bool,
+    job: RestoreJob, ordered: Iterator[Candidate | SkippedCheckpoint], seconds: dict[str, float]
 ) -> Restored | None:
+    branches, blocking = job.store_listing.branches, job.tier_listing.blocking_problems
     skipped: list[str] = []
     reported, lost, damaged = 0, False, False
     for candidate in ordered:
@@ -113,12 +107,8 @@ def _first_good(
         if reported < len(skipped):
             job.report(skipped[reported:], f"trying {candidate.name} instead")
             reported = len(skipped)
-        rewound = (
-            None
-            if job.store_listing.branches is None
-            else job.store_listing.branches.rewind_since(candidate.checkpoint)
-        )
-        if rewound is not None and rewound.skipped and job.peers.all_agree(not can_skip):
+        rewound = None if branches is None else branches.rewind_since(candidate.checkpoint)
+        if rewound is not None and rewound.skipped and job.peers.all_agree(not job.options.can_skip):
             raise StateError(rewound.refusal_message())
         trial = RestoreAttempt(job, candidate, seconds, rewound)
         problem = trial.read()
@@ -130,10 +120,8 @@ def _first_good(
             return trial.load(skipped, _checkpoint_before(ordered, candidate))
         skipped.append(f"{candidate.name}: {problem}")
         lost = damaged = True
-    if lost or job.tier_listing.blocking_problems:
-        raise _no_usable_checkpoint_error(
-            job, skipped, damaged=damaged or bool(job.tier_listing.blocking_problems)
-        )
+    if lost or blocking:
+        raise _no_usable_checkpoint_error(job, skipped, damaged=damaged or bool(blocking))
     job.report(skipped, "there is no other checkpoint, so the run starts at step 0")
     return None
 
@@ -170,13 +158,11 @@ def _drift_of_newer(listed: Sequence[Candidate | SkippedCheckpoint], first: Cand
     return [*dict.fromkeys(one.drift for one in usable if one.drift and one.checkpoint > first.checkpoint)]
 
 
-def _proceed_without_store(
-    job: RestoreJob, store_error: HoldfastError, newest: Candidate | None, *, without_store: bool
-) -> None:
+def _proceed_without_store(job: RestoreJob, store_error: HoldfastError, newest: Candidate | None) -> None:
     """Raise if the store does not answer, unless the tiers have a whole checkpoint and `without_store` is set."""
     if newest is None:
         raise store_error
-    if not without_store:
+    if not job.options.without_store:
         raise StoreError(
             f"{store_error}. Nearer places (local tiers, the stager's ring) hold {newest.name} whole, but the store "
             f"may hold a newer one. To resume from {newest.name} all the same, set restore_without_store = true"
@@ -193,8 +179,6 @@ def _check_step(
     if not wanted:
         known = "there is no checkpoint at all" if newest is None else f"the newest is {newest.step}"
         raise StoreMissing(f"{where}: no checkpoint of step {step}; {known}")
-    if all(isinstance(candidate, SkippedCheckpoint) and not candidate.was_complete for candidate in wanted):
-        reasons = "; ".join(
-            candidate.reason for candidate in wanted if isinstance(candidate, SkippedCheckpoint)
-        )
-        raise StoreMissing(f"no checkpoint of step {step} is whole: {reasons}")
+    reasons = [one.reason for one in wanted if isinstance(one, SkippedCheckpoint) and not one.was_complete]
+    if len(reasons) == len(wanted):
+        raise StoreMissing(f"no checkpoint of step {step} is whole: {'; '.join(reasons)}")

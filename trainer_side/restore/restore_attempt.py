@@ -36,19 +36,11 @@ from trainer_side.restore.choice import STORE, Candidate, WantedBest
 from trainer_side.restore.device_memory import allocate_on_device
 from trainer_side.restore.device_sections import DeviceSections, PinnedAllocator
 from trainer_side.restore.exchange import check_received
-from trainer_side.restore.inventory import StoreListing, TierListing
+from trainer_side.restore.inventory import StoreListing, TierListing, ask_rank_0
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.loading import check_state_fits, live_trees, load, may_refuse, open_per_rank
 from trainer_side.restore.narrowing import StageNames, narrow, needs_all_names
-from trainer_side.restore.read_plan import (
-    KeptSlice,
-    Origin,
-    ReadPlan,
-    StoredFile,
-    agree_on_plan,
-    cores_to_use,
-    store_units,
-)
+from trainer_side.restore.read_plan import KeptSlice, Origin, ReadPlan, StoredFile, agree_on_plan, store_units
 from trainer_side.restore.reading import Reading, ReadOptions, SourceUsage, read
 from trainer_side.restore.scatter import Scatter
 from trainer_side.restore.slice_reader import SliceReader
@@ -219,35 +211,28 @@ class RestoreAttempt:
     def _read_all(self) -> None:
         assert self._structure is not None
         job = self._job
-        if (allocate_pinned := job.options.allocate_pinned) is not None:
+        structure, placed, peers = self._structure, self._placed_parts, self._peers
+        if (pinned := job.options.allocate_pinned) is not None:
+            on_host = self._offloaded
             self._device_sections = allocate_on_device(
-                self._structure,
-                self._placed_parts,
-                job.state,
-                self._live,
-                allocate_pinned,
-                self._peers,
-                self._offloaded,
+                structure, placed, job.state, self._live, pinned, peers, on_host
             )
-        self._plan = agree_on_plan(self._structure, self._placed_parts, self._peers)
+        self._plan = agree_on_plan(structure, placed, peers)
         try:
             if self._slice_reader is None:
                 self._read_file()
-            else:
-                self._read_slices(self._slice_reader)
+                return
+            try:
+                self._slice_reader.read(self._plan.targets, self._device_sections)
+            except DamageError:
+                job.report(self._mended, "and nothing else has all of it", event="damaged")
+                raise
+            self._reading = self._slice_reader.reading
+            self._seconds.update(self._reading.seconds)
+            job.report(self._mended, "read from elsewhere", event="damaged")
         finally:
             if self._device_sections is not None:
                 self._device_sections.finish()
-
-    def _read_slices(self, slice_reader: SliceReader) -> None:
-        try:
-            slice_reader.read(self._plan.targets, self._device_sections)
-        except DamageError:
-            self._job.report(slice_reader.mended, "and nothing else has all of it", event="damaged")
-            raise
-        self._reading = slice_reader.reading
-        self._seconds.update(self._reading.seconds)
-        self._job.report(slice_reader.mended, "read from elsewhere", event="damaged")
 
     def _open(self) -> bytes:
         """Find the manifest or layout of the image, and return its head and tail. Collective."""
@@ -259,26 +244,14 @@ class RestoreAttempt:
         assert self._manifest is not None
         assert job.store is not None
         self._image = self._manifest
-        data, error = b"", None
-        if self._peers.rank == 0:
-            try:
-                data = read_structure_bytes(job.store, self._manifest)
-            except HoldfastError as refused:
-                error = refused
-        data = self._peers.broadcast(data if self._peers.rank == 0 else None)
-        if not data:
-            raise_agreed(self._peers, error)
-        return data
+        return ask_rank_0(self._peers, functools.partial(read_structure_bytes, job.store, self._manifest))
 
     def _open_slices(self) -> bytes:
         job, candidate = self._job, self._candidate
         self._image = layout = job.tier_listing.layout(candidate, self._peers)
-        origins: dict[int, Origin] = {
-            holder.number: KeptSlice(*job.tier_listing.own[holder.number])
-            for some in candidate.slices.values()
-            for holder in some
-            if holder.rank == self._peers.rank
-        }
+        rank, own = self._peers.rank, job.tier_listing.own
+        numbers = [one.number for some in candidate.slices.values() for one in some if one.rank == rank]
+        origins: dict[int, Origin] = {number: KeptSlice(*own[number]) for number in numbers}
         if self._manifest is not None and job.store is not None:
             origins[STORE] = StoredFile(job.store, self._manifest)
         self._slice_reader = SliceReader(
@@ -300,16 +273,15 @@ class RestoreAttempt:
         assert job.store is not None
         origins = {STORE: StoredFile(job.store, manifest)}
         units = store_units(manifest, self._peers.ranks, self._plan.unshared)
-        threads, seconds_max = job.options.threads, job.options.seconds_max
-        read_options = ReadOptions(threads, seconds_max, self._device_sections)
+        seconds_max = job.options.seconds_max
+        read_options = ReadOptions(job.options.threads, seconds_max, self._device_sections)
         self._reading = read(manifest, units, origins, shared, self._peers, read_options)
         raise_agreed(self._peers, self._reading.error)
         if own:
             left = seconds_max - self._reading.seconds["read"]
             scatter = Scatter(manifest, own, self._peers, self._device_sections)
-            parts = read(
-                manifest, scatter, origins, own, self._peers, read_options._replace(seconds_max=left)
-            )
+            read_options = read_options._replace(seconds_max=left)
+            parts = read(manifest, scatter, origins, own, self._peers, read_options)
             self._reading.add(parts)
             raise_agreed(self._peers, parts.error)
         self._seconds.update(self._reading.seconds)
@@ -317,7 +289,7 @@ class RestoreAttempt:
             return
         begun = time.monotonic()
         sums = {**self._reading.sums, **self._reading.received}
-        error = check_received(manifest, units, shared, sums, self._peers, threads=threads or cores_to_use())
+        error = check_received(manifest, units, shared, sums, self._peers, threads=job.options.threads)
         self._seconds["check"] = time.monotonic() - begun
         raise_agreed(self._peers, error)
 
@@ -337,11 +309,8 @@ class RestoreAttempt:
 
         def load_all() -> None:
             # From here on only the tree holds bytes outside live memory, so that loading an object frees its part.
-            self._structure, self._plan, self._placed_parts = (
-                None,
-                ReadPlan(),
-                PlacedParts({}, frozenset(), 0),
-            )
+            self._structure, self._plan = None, ReadPlan()
+            self._placed_parts = PlacedParts({}, frozenset(), 0)
             in_place, on_host = self._in_place, self._offloaded
             values.update(load(job.state, self._live, tree, in_place=in_place, on_host=on_host))
 
@@ -384,11 +353,10 @@ class RestoreAttempt:
             if not tier.keeps_proofs or (rank, one.tier) in job.hanging:
                 continue
             read_proof = functools.partial(tier.proof, kept)
+            seconds_max = job.options.seconds_max * HANGING_SHARE
             digest, problem = None, ""
             try:
-                digest = within(
-                    read_proof, job.options.seconds_max * HANGING_SHARE, name="holdfast-tier-proof"
-                )
+                digest = within(read_proof, seconds_max, name="holdfast-tier-proof")
             except (HoldfastError, OSError) as error:  # includes the TimeoutError of a hanging device
                 problem = f"rank {rank}: tier {one.tier}: {error}"
             proof = KeptProof(one.slice_rank, one.key.ranks, digest, problem)
@@ -424,13 +392,12 @@ class RestoreAttempt:
                 self._peers.ranks,
             )
         if self._peers.rank == 0:
-            took = sum(self._seconds.values())
             # A warning, so that a script that does not configure logging shows that the job resumed.
             _log.warning(
                 "resumed from step %d, attempt %d, in %.1f s%s",
                 self._candidate.step,
                 self._candidate.attempt,
-                took,
+                sum(self._seconds.values()),
                 f", from {', '.join(places)}" if places else "",
             )
             _log.info(
@@ -507,13 +474,9 @@ class RestoreAttempt:
         if not all(_has_names_only(job.state[name], live) for name, live in self._live.items()):
             join_by_name(job.state, self._live, structure.tree, structure.names, self._optimizers)
         parts = split_parts(job.state, self._live)
-        may_lack, ranks_now = job.options.may_lack, self._peers.ranks
-        check_state_fits(
-            job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=may_lack
-        )
-        self._suspects = find_suspects(
-            job.state, self._live, structure.tree, self._image, structure.entry_of, step
-        )
+        live, tree, ranks_now = self._live, structure.tree, self._peers.ranks
+        check_state_fits(job.state, live, parts, tree, step, ranks=ranks_now, may_lack=job.options.may_lack)
+        self._suspects = find_suspects(job.state, live, tree, self._image, structure.entry_of, step)
         # If an object may still refuse the bytes, none is read into live memory.
         is_undecided = bool(self._suspects) or (self._has_per_rank_values and may_refuse(job.state))
         in_place = {} if is_undecided else in_place_tensors(job.state, self._live, structure.tree)

@@ -86,13 +86,7 @@ class RingContents:
         return RingSlices(self._fetch, found, near, near_on_all_ranks=peers.all_agree(near is not None))
 
     def _layout(self, digest: str, peers: Peers) -> Layout | None:
-        data = b""
-        if peers.rank == 0 and self._fetch is not None:
-            try:
-                data = self._fetch(FetchKind.LAYOUT, body=digest.encode()) or b""
-            except HoldfastError as error:
-                _log.warning("restore: %s; the ring is not used", error)
-        data = peers.broadcast(data if peers.rank == 0 else None)
+        data = _fetch_on_rank_0(self._fetch, peers, FetchKind.LAYOUT, digest.encode())
         try:
             layout = Layout.from_bytes(data) if data else None
         except ProtocolError as error:
@@ -103,20 +97,26 @@ class RingContents:
 
 def fetch_ring_contents(fetch: Fetch | None, peers: Peers) -> RingContents:
     """Ask the stager, from rank 0, for the contents of the ring. Collective. PeerLost: a rank is gone."""
-    data = place = b""
-    if peers.rank == 0 and fetch is not None:
-        try:
-            data = fetch(FetchKind.HELD) or b""
-            place = fetch(FetchKind.PLACE) or b""
-        except HoldfastError as error:
-            _log.warning("restore: %s; the ring is not used", error)
-    data = peers.broadcast(data if peers.rank == 0 else None)
-    place = peers.broadcast(place if peers.rank == 0 else None)
+    data = _fetch_on_rank_0(fetch, peers, FetchKind.HELD)
+    if not data:
+        return RingContents(fetch, [])
+    place = _fetch_on_rank_0(fetch, peers, FetchKind.PLACE)
     try:
-        return RingContents(fetch, decode_held(data) if data else [], place)
+        return RingContents(fetch, decode_held(data), place)
     except ProtocolError as error:
         _log.warning("restore: the stager's ring: %s; not used", error)
         return RingContents(None, [])
+
+
+def _fetch_on_rank_0(fetch: Fetch | None, peers: Peers, kind: FetchKind, body: bytes = b"") -> bytes:
+    """Return the stager's answer on every rank; empty if it has none, or does not answer. Collective."""
+    data = b""
+    if peers.rank == 0 and fetch is not None:
+        try:
+            data = fetch(kind, body=body) or b""
+        except HoldfastError as error:
+            _log.warning("restore: %s; the ring is not used", error)
+    return peers.broadcast(data if peers.rank == 0 else None)
 
 
 class RingSlices(SliceKeeper):
@@ -134,10 +134,8 @@ class RingSlices(SliceKeeper):
         near_on_all_ranks: bool = False,
     ) -> None:
         # `near_on_all_ranks`: every rank reads the ring itself; the same on every rank.
-        self._fetch = fetch
-        self._checkpoints = checkpoints
-        self._near = near
-        self.near_on_all_ranks = near_on_all_ranks
+        self._fetch, self._checkpoints = fetch, checkpoints
+        self._near, self.near_on_all_ranks = near, near_on_all_ranks
         self._lock = threading.Lock()
         self._indexes: dict[str, LayoutIndex] = {}
         self._frames: dict[tuple[str, int], tuple[tuple[SliceFrame, ...], list[int]]] = {}
@@ -157,28 +155,22 @@ class RingSlices(SliceKeeper):
         parts = [*_parts(spans, view)]
         wanted = [(span.offset - base, part) for span, part in parts]
         if self._near is None or not self._near.read(kept.seal.attempt, kept.seal.step, chunk, wanted):
-            self._fetch_parts(kept, chunk, base, parts)
+            for some in _group_neighbours(parts):
+                first, end = some[0][0].offset, some[-1][0].end
+                data = memoryview(self._fetch_bytes(kept, chunk, first - base, end - first))
+                for span, part in some:
+                    part[:] = data[span.offset - first : span.end - first]
         for span, part in parts:
             self._zero_crc_fields(kept.layout, chunk, span, part)
 
-    def _fetch_parts(
-        self, kept: SealedSlice, chunk: int, base: int, parts: Sequence[tuple[Extent, memoryview]]
-    ) -> None:
-        for some in _group_neighbours(parts):
-            first, end = some[0][0].offset, some[-1][0].end
-            data = memoryview(self._fetch_bytes(kept, chunk, first - base, end - first))
-            for span, part in some:
-                part[:] = data[span.offset - first : span.end - first]
-
     def _spans(self, kept: SealedSlice, offset: int, nbytes: int) -> tuple[int, list[Extent]]:
         """Return the chunk, and the extents of the image, in `nbytes` of the slice from `offset` on."""
+        key = kept.layout.digest, kept.seal.rank
         with self._lock:
-            found = self._frames.get((kept.layout.digest, kept.seal.rank))
-            if found is None:
+            if key not in self._frames:
                 frames = frames_of(kept.layout, kept.seal.rank)
-                found = frames, [frame.offset for frame in frames]
-                self._frames[kept.layout.digest, kept.seal.rank] = found
-        frames, begins = found
+                self._frames[key] = frames, [frame.offset for frame in frames]
+            frames, begins = self._frames[key]
         frame = frames[bisect.bisect_right(begins, offset) - 1]
         spans = _extents_in(frame, offset, nbytes)
         if sum(span.nbytes for span in spans) != nbytes:
@@ -212,9 +204,9 @@ class RingSlices(SliceKeeper):
     def _zero_crc_fields(self, layout: Layout, chunk: int, span: Extent, view: memoryview) -> None:
         """Zero the CRC fields: the flusher fills them in when it writes a chunk, but the ranks' CRCs cover zeros."""
         with self._lock:
-            index = self._indexes.get(layout.digest)
-            if index is None:
-                index = self._indexes[layout.digest] = LayoutIndex(layout)
+            if layout.digest not in self._indexes:
+                self._indexes[layout.digest] = LayoutIndex(layout)
+            index = self._indexes[layout.digest]
         for offset, nbytes in index.fields[chunk].extents():
             begin = max(0, chunk * layout.chunk_bytes + offset - span.offset)
             end = min(span.nbytes, chunk * layout.chunk_bytes + offset + nbytes - span.offset)

@@ -5,30 +5,27 @@
     others                       straight into their memory ◄──┘   the reader is one of the ranks that need the chunk
 
 A rank holds the bytes of a region in the order of the whole tensor. A parcel therefore has one run for each region, and
-is received straight into its place. A parcel ends with its CRC-32. Ranks with the same region get the same parcel.
-
-The number of packed chunks is limited: a reader that is ahead waits until its parcels are sent. Bytes for regions on a
-device are received into a page-locked window, and each message is transferred from there as one section.
+is received straight into its place, or for a device into a page-locked window. It ends with its CRC-32.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from holdfast.crc import combine_all
 from holdfast.errors import DamageError
-from holdfast.image.entries import Extent
 from holdfast.image.regions import Comb, Region
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import STORE
-from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow
+from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, SectionPart, SectionWindow, pad
 from trainer_side.restore.exchange import Exchange
 from trainer_side.restore.read_plan import Unit
-from trainer_side.restore.structure import ImageMap
+from trainer_side.restore.structure import ImageMap, chunk_extent
 from trainer_side.restore.targets import EntryPart, RegionTarget, ScatterTarget, Sum, copy_runs
 
 _PACKED_MAX = 2  # own chunks whose parcels are in flight at once
@@ -36,6 +33,7 @@ _AHEAD = _PACKED_MAX + 2  # own chunks that are read and packed but not yet sent
 _INCOMING_MAX = 16  # receives in flight; those into host memory need no memory of their own
 _INCOMING_BYTES_MAX = 64 << 20  # of receives in flight for a device
 _CRC_BYTES = 4
+_NO_BYTES = np.empty(0, np.uint8)
 
 
 class NeededRegion(NamedTuple):
@@ -79,7 +77,7 @@ class Scatter(Exchange):
                     self._own_regions.setdefault(chunk, []).append(region)
         readers = _readers(-(-image.image_bytes // image.chunk_bytes), self._own_regions, peers)
         self.units = [
-            Unit(int(readers[chunk]), STORE, chunk, -1, (self._extent(chunk),), ())
+            Unit(int(readers[chunk]), STORE, chunk, -1, (chunk_extent(image, chunk),), ())
             for chunk in np.flatnonzero(readers >= 0).tolist()
         ]
         own = [unit.chunk for unit in self.units if unit.reader == peers.rank]
@@ -89,9 +87,8 @@ class Scatter(Exchange):
         self._memory: dict[int, np.ndarray] = {}
         self._outgoing: list[int] = []
         self._incoming: list[tuple[int, list[np.ndarray], np.ndarray]] = []
-        self._largest = (
-            0 if device_sections is None else max(map(self._device_bytes, self._own_regions), default=0)
-        )
+        on_device = () if device_sections is None else self._own_regions
+        self._largest = max(map(self._device_bytes, on_device), default=0)
         self._section: SectionWindow | None = None  # of receives in flight for a device
         self._section_end = 0
         self._parts: list[SectionPart] = []
@@ -105,9 +102,8 @@ class Scatter(Exchange):
         for parcel in self._parcels(unit.chunk):
             for needed, place, first in parcel.regions:
                 if needed.entry == part.entry:
-                    copy_runs(
-                        needed.comb, part.entry_offset - needed.base, source, parcel.memory[place:], first
-                    )
+                    begin = part.entry_offset - needed.base
+                    copy_runs(needed.comb, begin, source, parcel.memory[place:], first)
 
     def share(self, unit: Unit, peers: Peers) -> None:
         if unit.reader == peers.rank:
@@ -150,10 +146,6 @@ class Scatter(Exchange):
         self._count_sent(len(self._outgoing))
         self._outgoing.clear()
 
-    def _extent(self, chunk: int) -> Extent:
-        offset = chunk * self._image.chunk_bytes
-        return Extent(offset, min(self._image.chunk_bytes, self._image.image_bytes - offset))
-
     def _runs(self, chunk: int) -> Iterator[tuple[RegionTarget, int, int]]:
         """Yield this rank's regions in a chunk, each with the range of its bytes there."""
         for region in self._own_regions[chunk]:
@@ -167,7 +159,7 @@ class Scatter(Exchange):
             self._section = self._device_sections.window(
                 max(self._largest, min(_INCOMING_MAX * self._largest, _INCOMING_BYTES_MAX))
             )
-        begin = _aligned(self._section_end) + first % WIDEST_BYTES
+        begin = pad(self._section_end) + first % WIDEST_BYTES
         self._section_end = begin + end - first
         self._parts.append(SectionPart(region.device, first, begin, end - first))
         return self._section.bytes[begin : self._section_end]
@@ -175,7 +167,7 @@ class Scatter(Exchange):
     def _device_bytes(self, chunk: int) -> int:
         """Return the most space in a window that the received bytes of one chunk take."""
         runs = [end - first for region, first, end in self._runs(chunk) if region.device is not None]
-        return sum(_aligned(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
+        return sum(pad(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
 
     def _range_in_chunk(self, entry: int, base: int, comb: Comb, chunk: int) -> tuple[int, int]:
         begin = chunk * self._image.chunk_bytes - self._image.entries[entry].offset - base
@@ -190,7 +182,11 @@ class Scatter(Exchange):
         kept in memory.
         """
         peers, image = self._peers, self._image
-        mine = [_row(region) for index in sorted(targets) for region in targets[index].regions]
+        mine = [
+            (one.entry, one.base, one.shape, one.item_bytes, *one.region)
+            for index in sorted(targets)
+            for one in targets[index].regions
+        ]
         own_rows = json.dumps(mine).encode()
         spans = {index: _chunks(image, index) for index in targets}
         near = {index for index, span in spans.items() if any(chunk in own for chunk in span)}
@@ -217,12 +213,10 @@ class Scatter(Exchange):
                         wanted.setdefault(chunk, {}).setdefault(root, []).append(name)
         found: dict[int, list[tuple[tuple[int, ...], list[NeededRegion]]]] = {}
         for chunk, of_ranks in wanted.items():
-            same_names: dict[tuple[str, ...], list[int]] = {}
+            alike: dict[tuple[str, ...], list[int]] = {}
             for rank, names in of_ranks.items():
-                same_names.setdefault(tuple(names), []).append(rank)
-            found[chunk] = [
-                (tuple(ranks), [known[name] for name in names]) for names, ranks in same_names.items()
-            ]
+                alike.setdefault(tuple(names), []).append(rank)
+            found[chunk] = [(tuple(ranks), [known[name] for name in names]) for names, ranks in alike.items()]
         return found
 
     def _parcels(self, chunk: int) -> list[_Parcel]:
@@ -236,8 +230,7 @@ class Scatter(Exchange):
             return self._packed[chunk]
 
     def _make_parcels(self, chunk: int, place: int) -> list[_Parcel]:
-        parcels: list[tuple[tuple[int, ...], list[tuple[NeededRegion, int, int]], list[int]]] = []
-        nbytes = 0
+        parcels: list[_Parcel] = []
         for ranks, needed_regions in self._needed_regions[chunk]:
             placed: list[tuple[NeededRegion, int, int]] = []
             sizes: list[int] = []
@@ -245,26 +238,20 @@ class Scatter(Exchange):
                 first, end = self._range_in_chunk(needed.entry, needed.base, needed.comb, chunk)
                 placed.append((needed, sum(sizes), first))
                 sizes.append(end - first)
-            parcels.append((ranks, placed, sizes))
-            nbytes += sum(sizes) + _CRC_BYTES
-        if place not in self._memory or len(self._memory[place]) < nbytes:
-            self._memory[place] = np.empty(nbytes, np.uint8)
-        packed, begin = [], 0
-        for ranks, placed, sizes in parcels:
-            end = begin + sum(sizes) + _CRC_BYTES
-            packed.append(_Parcel(ranks, placed, sizes, self._memory[place][begin:end]))
-            begin = end
-        return packed
+            parcels.append(_Parcel(ranks, placed, sizes, _NO_BYTES))
+        ends = [*itertools.accumulate(sum(parcel.sizes) + _CRC_BYTES for parcel in parcels)]
+        if place not in self._memory or len(self._memory[place]) < ends[-1]:
+            self._memory[place] = np.empty(ends[-1], np.uint8)
+        pieces = np.split(self._memory[place][: ends[-1]], ends[:-1])
+        return [parcel._replace(memory=piece) for parcel, piece in zip(parcels, pieces, strict=True)]
 
 
 def _readers(chunks: int, needed: Collection[int], peers: Peers) -> np.ndarray:
     """Return the reader of each chunk: in turn one of the ranks that need it, -1 if none does. Collective."""
     mine = np.zeros(chunks, np.uint8)
     mine[list(needed)] = 1
-    needed_by_rank = [
-        np.unpackbits(np.frombuffer(bits, np.uint8), count=chunks)
-        for bits in gather(peers, np.packbits(mine).tobytes())
-    ]
+    packed = gather(peers, np.packbits(mine).tobytes())
+    needed_by_rank = [np.unpackbits(np.frombuffer(bits, np.uint8), count=chunks) for bits in packed]
     count = np.sum(needed_by_rank, axis=0, dtype=np.int32)
     chosen = np.arange(chunks, dtype=np.int32) % np.maximum(count, 1)
     readers, seen = np.full(chunks, -1, np.int32), np.zeros(chunks, np.int32)
@@ -274,20 +261,9 @@ def _readers(chunks: int, needed: Collection[int], peers: Peers) -> np.ndarray:
     return readers
 
 
-def _row(region: RegionTarget) -> list[Any]:
-    shape, item_bytes, (start, size) = region.comb_args
-    return [region.entry, region.base, list(shape), item_bytes, list(start), list(size)]
-
-
 def _chunks(image: ImageMap, entry: int) -> range:
-    place = image.entries[entry]
-    return range(
-        place.offset // image.chunk_bytes, (place.offset + max(place.nbytes, 1) - 1) // image.chunk_bytes + 1
-    )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // WIDEST_BYTES) * WIDEST_BYTES
+    first, nbytes = image.entries[entry].offset, max(image.entries[entry].nbytes, 1)
+    return range(first // image.chunk_bytes, (first + nbytes - 1) // image.chunk_bytes + 1)
 
 
 def _pieces(memory: np.ndarray, sizes: Sequence[int] = ()) -> list[tuple[int, int]]:

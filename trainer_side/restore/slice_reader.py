@@ -25,15 +25,7 @@ from trainer_side.ranks.peers import LonePeers, Peers, gather, raise_agreed
 from trainer_side.restore.choice import NEARNESS_OF_RING, STORE, Candidate, Holder
 from trainer_side.restore.device_sections import DeviceSections
 from trainer_side.restore.exchange import check_entries, check_sums, exchange_sums
-from trainer_side.restore.read_plan import (
-    FramePiece,
-    FrameSource,
-    Origin,
-    Unit,
-    cores_to_use,
-    divide,
-    pieces_of,
-)
+from trainer_side.restore.read_plan import FramePiece, FrameSource, Origin, Unit, divide, pieces_of
 from trainer_side.restore.reading import Failure, Reading, ReadOptions, read
 from trainer_side.restore.structure import ImageEnds, ImageMap, ends_of
 from trainer_side.restore.targets import ChunkWindows, EntryPart, EntrySink, EntryTarget, Sum
@@ -92,8 +84,10 @@ class SliceReader:
         ends = ImageEnds(self.layout.image_bytes, self.layout.chunk_bytes, head_bytes, tail_offset)
         data = torch.empty(ends.nbytes, dtype=torch.uint8, device="cpu")
         memory, address = data.numpy().data, data.data_ptr()
-        targets: dict[int, EntrySink] = {0: EntryTarget(address, memory[:head_bytes])}
-        targets[1] = EntryTarget(address + head_bytes, memory[head_bytes:])
+        targets: dict[int, EntrySink] = {
+            0: EntryTarget(address, memory[:head_bytes]),
+            1: EntryTarget(address + head_bytes, memory[head_bytes:]),
+        }
         within = [Extent(entry.offset, entry.nbytes) for entry in ends.entries]
         self._read(ends, pieces_of(self.layout, within), targets)
         return bytes(memory)
@@ -156,10 +150,8 @@ class SliceReader:
         reported_sums = exchange_sums(image, done, targets, self.reading.sums, self.peers)
         for part in windows.parts([extent for unit in done_locally for extent in unit.extents]):
             reported_sums[part.offset] = part, self.reading.sums[part.offset]
-        threads, received = self.read_options.threads or cores_to_use(), self.reading.received
-        error = check_sums(
-            image, reported_sums, targets, self.reading.sums, received=received, threads=threads
-        )
+        sums, threads = self.reading.sums, self.read_options.threads
+        error = check_sums(image, reported_sums, targets, sums, self.reading.received, threads=threads)
         raise_agreed(self.peers, error)
         return reported_sums
 
@@ -170,9 +162,7 @@ class SliceReader:
         near: dict[Unit, Unit] = {}
         if self.ring_is_near:
             for unit in units:
-                holders = (
-                    self._ring_holders(pieces[unit.pieces[0]].slice_rank) if unit.number != STORE else []
-                )
+                holders = self._ring_holders(pieces[unit.pieces[0]].slice_rank)
                 if (unit.reader, unit.number) in {(one.rank, one.number) for one in holders}:
                     mine = next(one.number for one in holders if one.rank == self.peers.rank)
                     near[unit] = unit._replace(reader=LonePeers.rank, number=mine)

@@ -85,13 +85,19 @@ def allocate_split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) ->
     """
     parts: dict[str, SplitPart] = {}
     for name, value in state.items():
-        if isinstance(value, torch.optim.Optimizer) and name in tree:
-            for number, parameter, moments in _saved_moments(value, tree[name]):
-                for own, saved in tensor_paths(moments):
-                    path = f"{name}/state/{number}/{own}"
-                    before = value_at(value.state.get(parameter, {}), own)
-                    if _is_moment(own.rpartition("/")[2], saved, parameter) and not _fits(before, saved):
-                        parts[path] = _allocate_like(path, parameter, saved.dtype)
+        if not isinstance(value, torch.optim.Optimizer) or name not in tree:
+            continue
+        for number, parameter in match_parameters(value, tree[name]):
+            moments = tree[name]["state"].get(number)
+            if not is_split(parameter) or not isinstance(moments, Mapping):
+                continue
+            for own, saved in tensor_paths(moments):
+                path, key = f"{name}/state/{number}/{own}", own.rpartition("/")[2]
+                before = value_at(value.state.get(parameter, {}), own)
+                # A moment that the optimizer has in the saved dtype is kept, as a whole tensor is.
+                is_there = is_split(before) and before.dtype == saved.dtype
+                if key != "step" and saved.shape == parameter.shape and not is_there:
+                    parts[path] = _allocate_like(path, parameter, saved.dtype)
     return parts
 
 
@@ -156,22 +162,3 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
         for key, value in children(node):
             if is_split(value) and not isinstance(value, torch.Tensor):
                 yield f"{prefix}{key}", value
-
-
-def _saved_moments(
-    optimizer: torch.optim.Optimizer, saved: Any
-) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]]]:
-    """Yield each split parameter with its number in the checkpoint and its saved state, as torch matches them."""
-    for number, parameter in match_parameters(optimizer, saved):
-        moments = saved["state"].get(number)
-        if is_split(parameter) and isinstance(moments, Mapping):
-            yield number, parameter, moments
-
-
-def _is_moment(key: Any, saved: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(saved, torch.Tensor) and key != "step" and saved.shape == parameter.shape
-
-
-def _fits(before: Any, saved: torch.Tensor) -> bool:
-    """Whether the optimizer has the moment in the saved dtype, and keeps it, as with whole tensors."""
-    return is_split(before) and before.dtype == saved.dtype

@@ -25,7 +25,7 @@ import torch
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, HoldfastError, StateError
-from holdfast.image.entries import Entry
+from holdfast.image.entries import Entry, Extent
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import EntryRecord, Manifest
 from holdfast.store.base import Store
@@ -91,11 +91,15 @@ def ends_of(image: ImageMap) -> tuple[int, int]:
     return head_bytes, max(head_bytes, tail_offset)
 
 
+def chunk_extent(image: ImageMap, chunk: int) -> Extent:
+    offset = chunk * image.chunk_bytes
+    return Extent(offset, min(image.chunk_bytes, image.image_bytes - offset))
+
+
 # The first bytes of a zip file. torch reads any other file as one of its older formats, which holdfast never writes.
 _ZIP_MAGIC = b"PK\x03\x04"
 _ITEMSIZES = (1, 2, 4, 8, 16)
 _SCRATCH_BYTES = 1024 * 1024
-_Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 
 
 def read_structure_bytes(store: Store, manifest: Manifest) -> bytes:
@@ -215,10 +219,8 @@ class Structure:
         there, here = tensor_paths(live), self.tensors
         # Two tensors at one path (`{"a/b": …}` beside `{"a": {"b": …}}`) cannot be told apart.
         unambiguous = unique_paths(path for path, _ in there) & unique_paths(path for path, _ in here)
-        wanted = {
-            frozenset(path for path, _ in group): dict(group)
-            for group in _without_overlaps(_by_storage(there))
-        }
+        groups = _without_overlaps(_by_storage(there))
+        wanted = {frozenset(path for path, _ in group): dict(group) for group in groups}
         own = _by_storage(here)
         adopted_bytes = 0
         for index, storage in self.storages.items():
@@ -267,12 +269,8 @@ class Structure:
     def _storage_entries(self) -> list[int]:
         """Return the entries of storages that are not empty, in the order of their numbers."""
         entries: Sequence[Entry | EntryRecord] = self._image.entries
-        numbered = sorted(
-            (int(entry.name.rpartition("/")[2]), index)
-            for index, entry in enumerate(entries)
-            if is_storage(entry.name) and entry.nbytes
-        )
-        return [index for _, index in numbered]
+        filled = [index for index, one in enumerate(entries) if is_storage(one.name) and one.nbytes]
+        return sorted(filled, key=lambda index: int(entries[index].name.rpartition("/")[2]))
 
     def _check_paths(self) -> None:
         """Check that each tensor lies in the entry that the manifest names, as torch does not promise any order."""
@@ -290,24 +288,12 @@ class Structure:
                 raise DamageError(f"{self._what}: {path} lies in {got}, the manifest says {', '.join(names)}")
 
 
-class _NoStore:
-    """Takes the place of the store without a portable file: refuses reads between head and tail."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def read_into(self, _name: str, offset: int, buffer: memoryview) -> None:
-        raise DamageError(
-            f"{self._what}: torch asks for {buffer.nbytes} bytes at byte {offset}, where only tensors may be"
-        )
-
-
 class _StructureFile(RangedFile):
-    """The whole file, with head and tail served from memory."""
+    """The whole file, with head and tail served from memory. Without a store, nothing may be read between them."""
 
     def __init__(self, file: str, image: Manifest | Layout, data: bytes, store: Store | None) -> None:
-        super().__init__(cast(Store, _NoStore(file)) if store is None else store, file, image.image_bytes)
-        self._data = memoryview(data)
+        super().__init__(cast(Store, store), file, image.image_bytes)
+        self._has_store, self._data = store is not None, memoryview(data)
         self._head_bytes, self._tail_offset = ends_of(image)
         self._end = image.image_bytes
         # The store's error, which torch's reader replaces by others.
@@ -326,6 +312,9 @@ class _StructureFile(RangedFile):
             shift = self._head_bytes - self._tail_offset
         else:
             try:
+                if not self._has_store:
+                    what = f"torch asks for {end - begin} bytes at byte {begin}, where only tensors may be"
+                    raise DamageError(f"{self.name}: {what}")
                 return super().readinto(buffer)
             except HoldfastError as error:
                 self.failure = error
@@ -363,8 +352,7 @@ def _resized(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage
 
     A tensor that reaches beyond its end makes the storage grow, and `_assign` then finds that the sizes differ.
     """
-    sizes = {nbytes * itemsize for itemsize in _ITEMSIZES}
-    if storage.nbytes() not in sizes:
+    if storage.nbytes() not in {nbytes * itemsize for itemsize in _ITEMSIZES}:
         return storage
     return torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
 
@@ -373,12 +361,9 @@ def _by_storage(tensors: list[NamedTensor]) -> dict[int, list[NamedTensor]]:
     """Group plain CPU tensors that have memory by the address of their storage."""
     groups: dict[int, list[NamedTensor]] = {}
     for named in tensors:
-        if (
-            tensor_refusal(named.tensor) is None
-            and named.tensor.device.type == "cpu"
-            and _nbytes(named.tensor)
-        ):
-            groups.setdefault(named.tensor.untyped_storage().data_ptr(), []).append(named)
+        tensor = named.tensor
+        if tensor_refusal(tensor) is None and tensor.device.type == "cpu" and _nbytes(tensor):
+            groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(named)
     return groups
 
 
@@ -408,5 +393,5 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-def _geometry(tensor: torch.Tensor) -> _Geometry:
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())

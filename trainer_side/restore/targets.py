@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -37,16 +39,20 @@ class RegionTarget:
 
     entry: int  # that holds the tensor
     base: int  # where in the entry the tensor begins
-    comb: Comb  # where the region's bytes lie in the tensor
-    comb_args: tuple[
-        tuple[int, ...], int, Region
-    ]  # what the comb is made of: shape, bytes of an element, region
+    shape: tuple[int, ...]  # of the tensor
+    item_bytes: int
+    region: Region
     memory: np.ndarray  # of the host, as bytes; empty if the region is read into a device
     # The memory as a tensor of the region's shape, and the tensor to copy it to; None: `memory` is the live tensor's.
     copies: tuple[torch.Tensor, torch.Tensor] | None = None
     device: torch.Tensor | None = None  # memory of the region, as bytes
     # The bytes can be read into the tensor itself on its device: it is not in use yet and has their memory order.
     is_fresh: bool = False
+
+    @functools.cached_property
+    def comb(self) -> Comb:
+        """Where the region's bytes lie in the tensor."""
+        return Comb(self.shape, self.item_bytes, self.region)
 
     def put(self, entry_offset: int, source: np.ndarray) -> None:
         """Copy the region's bytes from `source`, which begins `entry_offset` bytes into the entry."""
@@ -94,10 +100,10 @@ def whole_entry(entry: int, storage: torch.UntypedStorage) -> RegionTarget:
     """Return a target for all of an entry, in a storage of the entry's size."""
     memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     nbytes = storage.nbytes()
-    comb_args = ((nbytes,), 1, Region((0,), (nbytes,)))
+    whole = (nbytes,), 1, Region((0,), (nbytes,))
     if memory.device.type != "cpu":
-        return RegionTarget(entry, 0, Comb(*comb_args), comb_args, np.empty(0, np.uint8), device=memory)
-    return RegionTarget(entry, 0, Comb(*comb_args), comb_args, memory.numpy())
+        return RegionTarget(entry, 0, *whole, np.empty(0, np.uint8), device=memory)
+    return RegionTarget(entry, 0, *whole, memory.numpy())
 
 
 @dataclass(frozen=True)
@@ -145,38 +151,29 @@ class Claims:
         if not local.numel():
             return None
         order = _order(path, saved)
-        region = Region(
-            tuple(held.region.start[dimension] for dimension in order),
-            tuple(held.region.size[dimension] for dimension in order),
-        )
-        comb_args = (tuple(saved.shape[dimension] for dimension in order), item_bytes, region)
-        comb = Comb(*comb_args)
+        region = Region(*(tuple(one[dimension] for dimension in order) for one in held.region))
         base = int(saved.storage_offset()) * item_bytes
+        place = entry, base, tuple(saved.shape[dimension] for dimension in order), item_bytes, region
         begin = local.data_ptr()
         span = (begin, begin + local.numel() * local.element_size())
         source = (entry, base, tuple(order), region)
         if self._sources.get(span) == source:
             return None
-        is_same_layout = (
-            order == sorted(order) and local.dtype == saved.dtype and not (local.is_conj() or local.is_neg())
-        )
+        is_same_layout = order == sorted(order) and same_bits(saved, local)
         on_cpu = local.device.type == "cpu"
         is_in_place = is_same_layout and (on_cpu or not self._live) and self._claim(span)
         if is_in_place and on_cpu:
             self._sources[span] = source
-            self.nbytes += comb.nbytes
-            return RegionTarget(entry, base, comb, comb_args, _bytes_of(local))
+            self.nbytes += region.numel * item_bytes
+            return RegionTarget(*place, _bytes_of(local))
         read = torch.empty(region.size, dtype=saved.dtype, device="cpu")
         shaped = read.as_strided(local.shape, _strides(held.region.size, order))
-        return RegionTarget(
-            entry, base, comb, comb_args, _bytes_of(read), (shaped, local), is_fresh=is_in_place
-        )
+        return RegionTarget(*place, _bytes_of(read), (shaped, local), is_fresh=is_in_place)
 
     def _claim(self, span: tuple[int, int]) -> bool:
         place = bisect.bisect_left(self._spans, span)
-        after = self._spans[place : place + 1]
-        before = self._spans[max(0, place - 1) : place]
-        if (after and after[0][0] < span[1]) or (before and before[0][1] > span[0]):
+        neighbours = self._spans[max(0, place - 1) : place + 1]
+        if any(begin < span[1] and span[0] < end for begin, end in neighbours):
             return False
         self._spans.insert(place, span)
         return True
@@ -199,6 +196,11 @@ def copy_regions(targets: Iterable[ScatterTarget]) -> None:
                     of.append(read)
         for to, of in on_device.values():
             torch._foreach_copy_(to, of)  # one launch, or a few
+
+
+def same_bits(read: torch.Tensor, local: torch.Tensor) -> bool:
+    """Whether a copy of the bytes to a live tensor is a copy of the values."""
+    return local.dtype == read.dtype and not (local.is_conj() or local.is_neg())
 
 
 def _order(path: str, saved: torch.Tensor) -> list[int]:
@@ -257,9 +259,8 @@ class EntryTarget(NamedTuple):
     @classmethod
     def of(cls, storage: torch.UntypedStorage) -> EntryTarget:
         """The memory of a CPU storage; the view keeps the storage alive."""
-        return cls(
-            storage.data_ptr(), torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().data
-        )
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        return cls(storage.data_ptr(), memory.numpy().data)
 
     def put(self, entry_offset: int, address: int, view: memoryview) -> None:
         """Copy `view`, which begins `entry_offset` bytes into the entry. Any thread."""
@@ -317,10 +318,8 @@ class ChunkWindows:
 
     def __init__(self, image: ImageMap, entries: Collection[int]) -> None:
         self._image = image
-        self._order = sorted(
-            (index for index in entries if image.entries[index].nbytes),
-            key=lambda index: image.entries[index].offset,
-        )
+        filled = [index for index in entries if image.entries[index].nbytes]
+        self._order = sorted(filled, key=lambda index: image.entries[index].offset)
         self._ends = [image.entries[index].offset + image.entries[index].nbytes for index in self._order]
 
     def parts(self, extents: Sequence[Extent]) -> list[EntryPart]:
@@ -339,10 +338,11 @@ class ChunkWindows:
         `extents`: The extents, ascending; they lie back to back from `offset` of the source on. `wanted`: Only parts of
         entries within these extents are returned; by default all.
         """
-        end = offset + sum(extent.nbytes for extent in extents)
+        *befores, nbytes = itertools.accumulate((extent.nbytes for extent in extents), initial=0)
+        end = offset + nbytes
         pieces = [
             (before + part.offset - extent.offset, part)
-            for before, extent in _positions(extents)
+            for before, extent in zip(befores, extents, strict=True)
             for needed in ((extent,) if wanted is None else _overlaps(extent, wanted))
             for part in self._parts_between(needed.offset, needed.end)
         ]
@@ -355,9 +355,8 @@ class ChunkWindows:
                 position, part = pieces[first]
                 skipped = max(0, low - position)
                 nbytes = min(position + part.nbytes, high) - position - skipped
-                parts.append(
-                    EntryPart(part.offset + skipped, nbytes, part.entry, part.entry_offset + skipped)
-                )
+                place = part.entry, part.entry_offset + skipped
+                parts.append(EntryPart(part.offset + skipped, nbytes, *place))
                 begins.append(position + skipped - low)
                 if position + part.nbytes > high:
                     break
@@ -375,14 +374,6 @@ class ChunkWindows:
             stop = min(end, entry.offset + entry.nbytes)
             found.append(EntryPart(offset, stop - offset, index, offset - entry.offset))
         return found
-
-
-def _positions(extents: Sequence[Extent]) -> Iterator[tuple[int, Extent]]:
-    """Yield each extent with the number of bytes before it."""
-    position = 0
-    for extent in extents:
-        yield position, extent
-        position += extent.nbytes
 
 
 def _overlaps(extent: Extent, wanted: Sequence[Extent]) -> Iterator[Extent]:

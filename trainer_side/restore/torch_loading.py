@@ -276,27 +276,17 @@ def _renamed(saved: Mapping[str, Any], here: Mapping[str, Any], new: Mapping[str
 def _rewrapped_optimizer(saved: Any, here: Collection[str], moved: Mapping[str, str]) -> Any:
     if not is_optimizer_dict(saved):
         return saved
-    listed = {
-        name
-        for group in saved["param_groups"]
-        for key in _LISTS
-        for name in group.get(key) or ()
-        if isinstance(name, str)
-    }
+    lists = [group.get(key) or () for group in saved["param_groups"] for key in _LISTS]
+    listed = {name for names in lists for name in names if isinstance(name, str)}
     by_model = {name: moved.get(name, name) for name in listed}
     by_name = {name: new_names(listed, here).get(name, name) for name in listed} if listed else {}
     new = max(by_model, by_name, key=lambda names: len({*names.values()} & {*here}))
     if all(name == other for name, other in new.items()):
         return saved
-    groups = [
-        {
-            key: [new.get(one, one) for one in value] if key in _LISTS and isinstance(value, list) else value
-            for key, value in group.items()
-        }
-        for group in saved["param_groups"]
-    ]
-    return {
-        **saved,
-        "state": {new.get(key, key): value for key, value in saved["state"].items()},
-        "param_groups": groups,
-    }
+    groups = [dict(group) for group in saved["param_groups"]]
+    for group in groups:
+        for key in group.keys() & set(_LISTS):
+            if isinstance(group[key], list):
+                group[key] = [new.get(one, one) for one in group[key]]
+    state = {new.get(key, key): value for key, value in saved["state"].items()}
+    return {**saved, "state": state, "param_groups": groups}

@@ -158,11 +158,9 @@ def _is_shared_in_file(group: Sequence[_LiveView], saved: Mapping[str, torch.Ten
         same_form = tensor.dtype == one.local.dtype and tensor.stride() == one.local.stride()
         same_form = same_form and tensor.shape == one.local.shape
         # This rank has only parts of split tensors: the parts agree if the whole tensors are one.
-        form = (
-            (one.begin - group[0].begin - begin,)
-            if same_form
-            else (begin, tensor.dtype, tensor.shape, tensor.stride())
-        )
+        form: tuple[object, ...] = begin, tensor.dtype, tensor.shape, tensor.stride()
+        if same_form:
+            form = (one.begin - group[0].begin - begin,)
         places.add((tensor.untyped_storage().data_ptr(), form))
     return len(places) == 1
 
@@ -194,16 +192,16 @@ def _find_clash(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor]) -
     for view, value in zip(views, values, strict=True):
         view.copy_(value)
     for number, (view, value) in enumerate(zip(views, values, strict=True)):
-        if _same_bytes(view, value):
+        if same_bytes(view, value):
             continue
         for other in range(number + 1, len(group)):
             view.copy_(value)
             views[other].copy_(values[other])
-            if not _same_bytes(view, value):
+            if not same_bytes(view, value):
                 yield group[number].path, group[other].path
                 return
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(left, right)

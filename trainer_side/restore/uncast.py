@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from trainer_side.restore.structure import Structure
+from trainer_side.restore.two_values import same_bytes
 from trainer_side.state.optimizer_places import match_parameters, numbers_of
 from trainer_side.state.tree import children, tensor_paths, with_changes
 
@@ -46,9 +47,8 @@ def device_overrides(
     return found
 
 
-_MANGLED_PREFIX = (
-    "<generator object"  # torch calls `str` on a generator of the letters of a text, and gets this
-)
+# torch calls `str` on a generator of the letters of a text, and gets this.
+_MANGLED_PREFIX = "<generator object"
 
 
 class ShieldedValue:
@@ -124,9 +124,8 @@ def _shielded(value: Any, overrides: Mapping[str, torch.device], path: str = "")
         return ShieldedValue(value, device) if value.is_complex() or device is not None else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return ShieldedValue(value)
-    shields = {
-        key: _shielded(one, overrides, f"{path}/{key}" if path else str(key)) for key, one in children(value)
-    }
+    prefix = f"{path}/" if path else ""
+    shields = {key: _shielded(one, overrides, f"{prefix}{key}") for key, one in children(value)}
     changed = {key: shield for key, shield in shields.items() if shield is not value[key]}
     return with_changes(value, changed) if changed else value
 
@@ -143,9 +142,12 @@ def _restored(loaded: Any, saved: Any, device: torch.device, *, only_casts: bool
     if isinstance(saved, str):
         return saved if isinstance(loaded, str) and loaded.startswith(_MANGLED_PREFIX) else loaded
     if isinstance(saved, Mapping):
-        if not isinstance(loaded, dict) or loaded.keys() != saved.keys():
+        if not isinstance(loaded, dict):
+            return loaded
+        if loaded.keys() != saved.keys():
             # Keys that the optimizer has added or removed stay as they are.
-            return loaded if not isinstance(loaded, dict) else _restore_common_keys(loaded, saved, recurse)
+            loaded.update({key: recurse(loaded[key], saved[key]) for key in loaded.keys() & saved.keys()})
+            return loaded
         return _in_container_of(saved, loaded, {key: recurse(loaded[key], saved[key]) for key in saved})
     if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple) and len(loaded) == len(saved):
         return _in_container_of(saved, loaded, {n: recurse(loaded[n], saved[n]) for n in range(len(saved))})
@@ -155,17 +157,7 @@ def _restored(loaded: Any, saved: Any, device: torch.device, *, only_casts: bool
 def _is_cast(loaded: torch.Tensor, saved: torch.Tensor) -> bool:
     """Whether `loaded` is nothing but `saved`, cast."""
     cast = saved.to(loaded.device, loaded.dtype)
-    return cast.shape == loaded.shape and torch.equal(
-        *(one.contiguous().reshape(-1).view(torch.uint8) for one in (cast, loaded))
-    )
-
-
-def _restore_common_keys(
-    loaded: dict[Any, Any], saved: Mapping[Any, Any], recurse: Callable[[Any, Any], Any]
-) -> dict[Any, Any]:
-    for key in loaded.keys() & saved.keys():
-        loaded[key] = recurse(loaded[key], saved[key])
-    return loaded
+    return cast.shape == loaded.shape and same_bytes(cast, loaded)
 
 
 def _in_container_of(saved: Any, loaded: Any, values: Mapping[Any, Any]) -> Any:

@@ -249,11 +249,10 @@ class CommitVotes(RankCouncil):
 
     def send_notice(self, notice: Notice) -> None:
         if self.problem is not None:
-            _log.error(
-                "rank %d: %s; the ranks no longer agree on anything, so no extra checkpoint is taken",
-                self._rank,
-                notice.sentence(),
+            why = (
+                f"{notice.sentence()}; the ranks no longer agree on anything, so no extra checkpoint is taken"
             )
+            _log.error("rank %d: %s", self._rank, why)
             return
         who = f"rank {self._rank} on host {platform.node()} (process {os.getpid()})"
         body = wire.to_json({**notice.to_json(), "who": who})
@@ -272,9 +271,7 @@ class CommitVotes(RankCouncil):
 
     def _ask(self, message: bytes, what: str) -> Agreement | None:
         question = self._voter.start_question()
-        if (
-            self.problem is not None
-        ):  # read after `start_question`, so that a later problem answers the question
+        if self.problem is not None:  # read after `start_question`: a later problem answers the question
             raise self.problem
         self._send_root(message)
         limit = self._answer_seconds_max
@@ -312,9 +309,8 @@ class CommitVotes(RankCouncil):
         if self.problem is not None:
             self._outbox.clear()
             return False
-        busy = False
+        busy = bool(self._outbox)
         while self._outbox:
-            busy = True
             message = self._outbox.popleft()
             if self._rank0 is not None:
                 self._handle_message(ROOT, message)
@@ -352,8 +348,7 @@ class CommitVotes(RankCouncil):
             self._handle_root_message(decode(message))
 
     def _handle_root_message(self, frame: Frame) -> None:
-        reply = self._voter.handle(frame)
-        if reply is not None:
+        if (reply := self._voter.handle(frame)) is not None:
             self._send_root(reply)
 
     def _handle_deaths(self) -> None:

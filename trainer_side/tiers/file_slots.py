@@ -4,9 +4,9 @@
                             ▲                │                        │
                             └─── release ────┘                  kept while it is pending, or the newest that is complete
 
-The order of steps is that of PCcheck (ASPLOS 2025, listing 1): a counter, here `(attempt, step)`. A slice that is ready
-after a newer step is complete frees its own slot. PCcheck frees the older slot as soon as this process has written the
-newer checkpoint. Here every rank must first have the newer step, because one rank's slice alone restores nothing.
+The order of steps is that of PCcheck (ASPLOS 2025, listing 1): a counter, here `(attempt, step)`. PCcheck frees the
+older slot as soon as this process has written the newer checkpoint. Here every rank must first have the newer step,
+because one rank's slice alone restores nothing.
 """
 
 from __future__ import annotations

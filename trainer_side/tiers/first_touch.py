@@ -18,6 +18,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 
 import torch
@@ -71,18 +72,12 @@ def can_populate() -> bool:
 
 
 def populate(
-    address: int,
-    nbytes: int,
-    *,
-    write: bool = True,
-    background: bool = False,
-    stopped: Callable[[], bool] = lambda: False,
+    address: int, nbytes: int, *, write: bool = True, stopped: Callable[[], bool] | None = None
 ) -> bool:
     """Have the kernel map all pages of a mapping, with as many threads as this rank has cores. Any thread.
 
     With `write`, missing pages are made; without, pages are mapped for reading, so that pages of a file on a disk are
-    not marked dirty. With `background`, few threads work in small steps beside training. The work ends when `stopped`,
-    called before each step, returns True.
+    not marked dirty. With `stopped`, few threads work beside training, in small steps, until it returns True.
 
     Returns False if the kernel has no such call. OSError: there is no memory (`ENOMEM`), or the file system of a mapped
     file is full (`EFAULT`).
@@ -90,10 +85,12 @@ def populate(
     if not can_populate():
         return False
     advice = _POPULATE_WRITE if write else _POPULATE_READ
-    section_bytes = _BESIDE_SECTION_BYTES if background else _SECTION_BYTES
+    section_bytes, threads_max = _SECTION_BYTES, _THREADS_MAX
+    if stopped is not None:
+        section_bytes, threads_max = _BESIDE_SECTION_BYTES, _BESIDE_THREADS_MAX
 
     def touch(begin: int) -> None:
-        if stopped():
+        if stopped is not None and stopped():
             return
         length = min(section_bytes, nbytes - begin)
         while (number := _advise(address + begin, length, advice)) in (errno.EINTR, errno.EAGAIN):
@@ -102,16 +99,15 @@ def populate(
             raise OSError(number, os.strerror(number))
 
     sections = range(0, nbytes, section_bytes)
-    threads = min(len(sections), cores_of_rank(), _BESIDE_THREADS_MAX if background else _THREADS_MAX)
+    threads = min(len(sections), cores_of_rank(), threads_max)
     if threads <= 1:
         for begin in sections:
             touch(begin)
         return True
     done = run_in_threads(touch, sections, threads, "touch")
-    # All threads end before the first error is raised, so that none touches memory that the caller frees.
-    problems = [problem for one in done if (problem := one.exception()) is not None]
-    if problems:
-        raise problems[0]
+    wait(done)  # before the first error is raised, so that no thread touches memory that the caller frees
+    for one in done:
+        one.result()
     return True
 
 
@@ -122,18 +118,13 @@ def fill_file(descriptor: int, path: Path, nbytes: int) -> None:
     os.ftruncate(descriptor, nbytes)
     # `reserve` reports any error.
     with mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED) as mapped, contextlib.suppress(OSError):
-        make_pages(mapped, 0, nbytes, background=False)
+        make_pages(mapped, 0, nbytes)
 
 
 def make_pages(
-    mapped: mmap.mmap,
-    offset: int,
-    nbytes: int,
-    *,
-    background: bool,
-    stopped: Callable[[], bool] = lambda: False,
+    mapped: mmap.mmap, offset: int, nbytes: int, stopped: Callable[[], bool] | None = None
 ) -> None:
-    """Make the missing pages in a part of a mapped file in memory; `background` and `stopped` as for `populate`.
+    """Make the missing pages in a part of a mapped file in memory; `stopped` as for `populate`.
 
     Existing pages keep their bytes. OSError: the file system is full (`ENOSPC`), or there is no memory.
     """
@@ -141,7 +132,7 @@ def make_pages(
         mapped.madvise(mmap.MADV_HUGEPAGE, offset, nbytes)
     place = ctypes.c_ubyte.from_buffer(mapped)
     try:
-        populate(ctypes.addressof(place) + offset, nbytes, background=background, stopped=stopped)
+        populate(ctypes.addressof(place) + offset, nbytes, stopped=stopped)
     except OSError as error:
         if error.errno != errno.EFAULT:
             raise

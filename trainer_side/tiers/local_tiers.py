@@ -147,10 +147,9 @@ class LocalTiers(TierSet):
         self._closed = False
         self._marking: list[threading.Thread] = []
         # One call of a tier may take as long as the slowest rank takes for its whole slice.
+        seconds_max = limits.seal_seconds_max
         self._threads = tuple(
-            TierWriterThreads(
-                number, tier, port.rank, self._on_write_end, call_seconds_max=limits.seal_seconds_max
-            )
+            TierWriterThreads(number, tier, port.rank, self._on_write_end, call_seconds_max=seconds_max)
             for number, tier in enumerate(tiers)
         )
         self._preemption: Rank0PreemptionCoordinator | None = None
@@ -159,9 +158,8 @@ class LocalTiers(TierSet):
         if port.rank == ROOT:
             if agreed_steps is not None:
                 self._preemption = self._preemption_coordinator(port.ranks)
-            self._watch = ReplicaComparison(
-                port.ranks, report.events, refuses=config.on_divergence == "refuse"
-            )
+            refuses = config.on_divergence == "refuse"
+            self._watch = ReplicaComparison(port.ranks, report.events, refuses=refuses)
             rank0 = Rank0Votes(port.ranks, limits, self._preemption, self._watch)
         self._votes = CommitVotes(
             port,
@@ -256,10 +254,8 @@ class LocalTiers(TierSet):
                     (tier.complete if verdict.complete else tier.void)(*verdict.order)
 
         # Not on the training thread, which a hanging device must not block.
-        limit = self._prepare_seconds_max
-        threads.calls.call_with_deadline(
-            "making room for slices", prepare, seconds_max=limit, late=lambda _: None
-        )
+        what, limit = "making room for slices", self._prepare_seconds_max
+        threads.calls.call_with_deadline(what, prepare, limit, lambda _: None)
 
     def slot_memories(self) -> Sequence[memoryview]:
         return self.tiers[0].memories() if self.is_direct else ()
@@ -321,9 +317,8 @@ class LocalTiers(TierSet):
                 if writer is not None:
                     return writer
                 if hopeless:
-                    return DeclineCause.BUSY.because(
-                        "the next slot is still being made" if making else "no slot is free"
-                    )
+                    why = "the next slot is still being made" if making else "no slot is free"
+                    return DeclineCause.BUSY.because(why)
                 if (problem := self._votes.problem) is not None:  # no verdict will free a slot
                     return DeclineCause.LOST.because(problem)
                 time.sleep(_LOOK_SECONDS)
@@ -341,10 +336,8 @@ class LocalTiers(TierSet):
                 writer.abandon()
 
         # `begin` may flush persistent memory, and the training thread must not hang with the device.
-        what, limit = f"a slot for step {order[1]}", self._call_seconds_max
-        return threads.calls.call_with_deadline(
-            what, lambda: tier.begin(*order), seconds_max=limit, late=abandon_late
-        )
+        what, begin = f"a slot for step {order[1]}", partial(tier.begin, *order)
+        return threads.calls.call_with_deadline(what, begin, self._call_seconds_max, abandon_late)
 
     def keep(self, write: TierWrite, area: SliceSource | None) -> None:
         write.area = area

@@ -148,10 +148,8 @@ class MappedFile:
         self.copy: Copy | None = ctypes.memmove
         with translate_errors("map", path):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
+            with os.fdopen(file, "r+b"):
                 self._map = self._mapped(file, os.fstat(file).st_size)
-            finally:
-                os.close(file)
             self._view = memoryview(self._map)
             self._address = address_of(self._view)
             self._touch()
@@ -166,8 +164,8 @@ class MappedFile:
         if not missing_bytes(self.path):
             populate(self._address, len(self._view), write=False)
 
-    def make(self, offset: int, nbytes: int, *, background: bool, stopped: Callable[[], bool]) -> None:
-        make_pages(self._map, offset, nbytes, background=background, stopped=stopped)
+    def make(self, offset: int, nbytes: int, stopped: Callable[[], bool] | None) -> None:
+        make_pages(self._map, offset, nbytes, stopped)
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:
         return self._view[offset : offset + nbytes]

@@ -1,8 +1,8 @@
 """Rank 0 coordinates the save after a preemption notice, in a job without a stager.
 
-NOTICE, AT of any rank ────────────────────┐               ┌─► SAVE_AT, to all ranks
+NOTICE, AT of any rank ────────────────────┐                           ┌─► SAVE_AT, to all ranks
 begun here, sealed or skipped anywhere, ───┼─► PreemptionCoordinator ──┼─► one clear log line
-complete, void ── in the farthest tier     │               └─► event log
+complete, void ── in the farthest tier     │                           └─► event log
 ranks that are dead or have ended, ticks ──┘
 
 The decisions are those of a stager (holdfast/notices/preemption.py). A step counts as safe when it is complete in the
@@ -82,14 +82,15 @@ class Rank0PreemptionCoordinator:
             )
             return []
 
-    def on_vote(self, tier: int, order: Order) -> None:
-        """Note that some rank has sealed its slice of this step, or never will."""
-        if tier == self._tier:
-            self._coordinator.on_offered(order[1])
+    def on_vote(self, tier: int, order: Order, *, given_up: bool) -> None:
+        """Note that some rank has sealed its slice of this step, or never will.
 
-    def record_given_up(self, tier: int, order: Order) -> None:
-        """Note that this rank will never seal its slice of this step, which it may have begun after the verdict."""
-        if tier == self._tier:
+        `given_up`: This rank never will, although it may have begun the step after the verdict.
+        """
+        if tier != self._tier:
+            return
+        self._coordinator.on_offered(order[1])
+        if given_up:
             with self._guard:
                 self._begun.pop(order, None)
 

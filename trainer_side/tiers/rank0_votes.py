@@ -8,8 +8,7 @@ NOTICE, AT      ─► Rank0PreemptionCoordinator ─► SAVE_AT
 ROOM            ─────────────────► ROOM
 DOUBT           ─────────────────► DOUBTED
 
-Rank 0 decides for each tier separately: a step that is complete in the memory of all machines is no use if only their
-disks survive. Rank 0 decides each step once, so no step is complete for one rank and void for another. Ranks overwrite
+Rank 0 decides for each tier separately, since memory and disks fail separately, and each step once. Ranks overwrite
 older steps only after COMPLETE, and therefore never the last step that all ranks hold.
 """
 
@@ -76,18 +75,16 @@ class Rank0Votes:
 
     def handle(self, rank: int, frame: Frame, now: float) -> list[bytes]:
         """Handle a message of one rank. ProtocolError: the message is malformed, or not for rank 0."""
-        order = (frame.attempt, frame.step)
-        match frame.kind:
+        order, tier, kind = (frame.attempt, frame.step), frame.arg, frame.kind
+        if self._preemption is not None and kind in (Kind.SEALED, Kind.SKIPPED):
+            # Before the votes are counted, so that the coordinator gets the ranks' votes before the verdict.
+            self._preemption.on_vote(tier, order, given_up=kind is Kind.SKIPPED and rank == ROOT)
+        match kind:
             case Kind.SEALED:
-                self._notify_preemption(frame)
-                return self._verdicts(
-                    self._votes.count_sealed(rank, frame.arg, order, wire.decode_text(frame), now)
-                )
+                layout = wire.decode_text(frame)
+                return self._verdicts(self._votes.count_sealed(rank, tier, order, layout, now))
             case Kind.SKIPPED:
-                self._notify_preemption(frame)
-                if self._preemption is not None and rank == ROOT:
-                    self._preemption.record_given_up(frame.arg, order)
-                return self._verdicts(self._votes.count_skipped(rank, frame.arg, order, read_reason(frame)))
+                return self._verdicts(self._votes.count_skipped(rank, tier, order, read_reason(frame)))
             case Kind.DONE if self._watch is not None:
                 error = self._watch.handle(rank, frame)
                 return self._verdicts(self._votes.refuse(order, Reason.from_error(error))) if error else []
@@ -119,11 +116,6 @@ class Rank0Votes:
         for error in (self._round.expire(now), self._start.overdue(now)):
             messages += _encode_answer(error)
         return messages + (self._preemption.tick() if self._preemption is not None else [])
-
-    def _notify_preemption(self, frame: Frame) -> None:
-        # Before the votes are counted, so that the coordinator gets the ranks' votes before the verdict.
-        if self._preemption is not None:
-            self._preemption.on_vote(frame.arg, (frame.attempt, frame.step))
 
     def _rank_left(self, rank: int, why: str, *, has_exited: bool = False) -> list[bytes]:
         self._left.add(rank)
@@ -206,9 +198,7 @@ class VoteCount:
         self._refused[order] = why
         if len(self._refused) > self._open_max:
             del self._refused[min(self._refused)]
-        tiers = [
-            tier for (tier, other), ballot in self._ballots.items() if other == order and not ballot.void
-        ]
+        tiers = [tier for (tier, one), ballot in self._ballots.items() if one == order and not ballot.void]
         return [self._void(tier, order, why) for tier in tiers]
 
     def count_skipped(self, rank: int, tier: int, order: Order, why: Reason) -> list[StepVerdict]:
@@ -268,11 +258,8 @@ class VoteCount:
             del self._ballots[tier, order]
 
     def _orders(self, tier: int, *, void: bool) -> list[Order]:
-        return [
-            order
-            for (at, order), ballot in self._ballots.items()
-            if at == tier and (ballot.void is not None) == void
-        ]
+        ballots = self._ballots.items()
+        return [one for (at, one), ballot in ballots if at == tier and (ballot.void is not None) == void]
 
     def _lost_reason(self, ballot: _Ballot) -> Reason:
         missing = sorted(self._lost.keys() - ballot.sealed)
@@ -335,9 +322,8 @@ class ReplicaComparison:
         self._replicas = ReplicaComparer()
         self._guard = threading.Lock()
         self._layouts: dict[str, Layout] = {}
-        self._fingerprints: dict[
-            Order, dict[int, tuple[str, str]]
-        ] = {}  # rank → digest of its layout, fingerprints
+        # Rank → digest of its layout, fingerprints.
+        self._fingerprints: dict[Order, dict[int, tuple[str, str]]] = {}
 
     def laid_out(self, layout: Layout) -> None:
         """Expect slices of this layout. Training thread."""

@@ -54,9 +54,8 @@ def first_pages(superblock: Superblock, layout: Layout) -> bytes:
 
 def newest_sector(read: Read, superblock: Superblock, *, source: str) -> tuple[int, CommitSector]:
     """Return the valid commit sector, and its number. DamageError: neither is whole."""
-    sectors = [
-        CommitSector.from_bytes(read(offset, PAGE_BYTES), superblock.slots) for offset in SECTOR_OFFSETS
-    ]
+    pages = [read(offset, PAGE_BYTES) for offset in SECTOR_OFFSETS]
+    sectors = [CommitSector.from_bytes(page, superblock.slots) for page in pages]
     whole = [(number, sector) for number, sector in enumerate(sectors) if sector is not None]
     if not whole:
         raise DamageError(f"{source}: neither commit sector is whole, so its slices are unknown")
@@ -121,45 +120,38 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
     source = str(path)
     with translate_errors("open", path):
         file = open_private_file(path, os.O_RDONLY)
-    try:
-        with translate_errors("read", path):
-            read = partial(_pread, file)
-            superblock = Superblock.from_bytes(read(0, PAGE_BYTES), source=source)
-            if superblock.run_digest != place.run_digest:
-                raise ConfigError(
-                    f"{path}: belongs to another run ({superblock.run}), expected {place.run}. The file is left as it "
-                    "is: move it away, or choose another directory"
-                )
-            if superblock.rank != rank:
-                raise ConfigError(
-                    f"{path}: holds slices of rank {superblock.rank}, its name says rank {rank}. The file is left as "
-                    "it is: give it its own name back, or move it away"
-                )
-            file_bytes = os.fstat(file).st_size
-            if file_bytes < superblock.file_bytes:
-                raise DamageError(
-                    f"{source}: cut short: {file_bytes} bytes, expected {superblock.file_bytes}"
-                )
-            layout = read_layout(read, superblock, layouts, source=source)
-            _, sector = newest_sector(read, superblock, source=source)
-            missing: dict[int, str] = {}
-            kept = []
-            for slot, commitment in enumerate(sector.slots):
-                if commitment is None:
-                    continue
-                try:
-                    seal = read_seal(read, superblock, layout, slot, commitment, source=source)
-                except DamageError as error:
-                    _log.warning("%s", error)
-                    missing[slot] = str(error)
-                else:
-                    seal_crc32, complete = commitment.seal_crc32, commitment.complete
-                    kept.append(
-                        SealedSlice(seal, layout, source, slot, complete=complete, seal_crc32=seal_crc32)
-                    )
-            return SlotFileContents(superblock, layout, sector.slots, missing, tuple(kept))
-    finally:
-        os.close(file)
+    with os.fdopen(file, "rb", buffering=0), translate_errors("read", path):
+        read = partial(_pread, file)
+        superblock = Superblock.from_bytes(read(0, PAGE_BYTES), source=source)
+        if superblock.run_digest != place.run_digest:
+            raise ConfigError(
+                f"{path}: belongs to another run ({superblock.run}), expected {place.run}. The file is left as it "
+                "is: move it away, or choose another directory"
+            )
+        if superblock.rank != rank:
+            raise ConfigError(
+                f"{path}: holds slices of rank {superblock.rank}, its name says rank {rank}. The file is left as "
+                "it is: give it its own name back, or move it away"
+            )
+        file_bytes = os.fstat(file).st_size
+        if file_bytes < superblock.file_bytes:
+            raise DamageError(f"{source}: cut short: {file_bytes} bytes, expected {superblock.file_bytes}")
+        layout = read_layout(read, superblock, layouts, source=source)
+        _, sector = newest_sector(read, superblock, source=source)
+        missing: dict[int, str] = {}
+        kept = []
+        for slot, commitment in enumerate(sector.slots):
+            if commitment is None:
+                continue
+            try:
+                seal = read_seal(read, superblock, layout, slot, commitment, source=source)
+            except DamageError as error:
+                _log.warning("%s", error)
+                missing[slot] = str(error)
+            else:
+                seal_crc32, complete = commitment.seal_crc32, commitment.complete
+                kept.append(SealedSlice(seal, layout, source, slot, complete=complete, seal_crc32=seal_crc32))
+        return SlotFileContents(superblock, layout, sector.slots, missing, tuple(kept))
 
 
 def scan(place: TierDirectory, layouts: dict[str, Layout]) -> tuple[list[SlotFileContents], list[str]]:

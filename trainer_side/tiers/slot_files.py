@@ -14,10 +14,10 @@ import contextlib
 import logging
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,12 +69,12 @@ class SlotFiles:
     ) -> None:
         self._name, self._place, self._medium = name, place, medium
         self._slots, self._writers, self._later = slots, writers, later
+        self.layouts: dict[str, Layout] = {}  # known ones, by digest
 
-    def open(self, layout: Layout, rank: int, layouts: dict[str, Layout]) -> OpenSlots:
+    def open(self, layout: Layout, rank: int) -> OpenSlots:
         """Open the slot file for this layout, or make it. See `Tier.prepare` for errors."""
         for slots in [self._slots] if self._slots else [count + SLOTS_MIN - 1 for count in _IN_FLIGHT_TRIED]:
-            opened = self._open_existing(layout, rank, slots, layouts)
-            if opened is not None:
+            if (opened := self._open_existing(layout, rank, slots)) is not None:
                 return opened
         self._place.remove_unfinished(rank)
         profile = self._measure_profile(layout, rank)
@@ -82,14 +82,14 @@ class SlotFiles:
         path = next(path for path in self._paths(layout, rank, slots) if not os.path.lexists(path))
         self._make(path, layout, rank, slots, profile.writers)
         try:
-            opened = self._open_existing(layout, rank, slots, layouts)
+            opened = self._open_existing(layout, rank, slots)
         except ConfigError:
             path.unlink(missing_ok=True)  # there is no room for its pages
             raise
         assert opened is not None, "it was just made"
         return opened
 
-    def remove_older(self, opened: OpenSlots, order: Order, layouts: dict[str, Layout]) -> list[Path]:
+    def remove_older(self, opened: OpenSlots, order: Order) -> None:
         """Every rank has sealed `order`: remove files that hold only older steps and have no living writer."""
         removed = []
         for path, rank in self._place.slot_paths():
@@ -100,7 +100,7 @@ class SlotFiles:
             except HoldfastError:
                 continue  # its writer lives
             try:
-                found = examine(path, self._place, rank, layouts)
+                found = examine(path, self._place, rank, self.layouts)
                 if all((named.attempt, named.step) < order for named in found.committed if named is not None):
                     for one in (*proofs_of(path), path):
                         one.unlink()
@@ -116,18 +116,15 @@ class SlotFiles:
             )
             with translate_errors("remove", self._place.directory):
                 sync_directory(self._place.directory)
-        return removed
 
     # -- an existing file ----------------------------------------------------------------------------------------
 
-    def _open_existing(
-        self, layout: Layout, rank: int, slots: int, layouts: dict[str, Layout]
-    ) -> OpenSlots | None:
+    def _open_existing(self, layout: Layout, rank: int, slots: int) -> OpenSlots | None:
         for path in self._paths(layout, rank, slots):
             if not os.path.lexists(path):
                 return None
             try:
-                found = examine(path, self._place, rank, layouts)
+                found = examine(path, self._place, rank, self.layouts)
                 if found.superblock.layout_digest != layout.digest or found.superblock.slots != slots:
                     raise DamageError(f"{path}: holds another layout than its name says")
                 return self._attach(path, found, layout)
@@ -144,23 +141,20 @@ class SlotFiles:
         )
 
     def _paths(self, layout: Layout, rank: int, slots: int) -> list[Path]:
-        return [
-            self._place.slot_path(rank, layout.digest, slots, number) for number in range(1, _BESIDE_MAX + 1)
-        ]
+        numbers = range(1, _BESIDE_MAX + 1)
+        return [self._place.slot_path(rank, layout.digest, slots, number) for number in numbers]
 
     def _attach(self, path: Path, found: SlotFileContents, layout: Layout) -> OpenSlots:
         missing = self._missing(path, found)
         medium = self._medium(path)
         try:
-            later = self._make_next(path, medium, found, missing)
+            later = self._make_next(medium, found, missing)
             file = SlotFile(medium, found.superblock, source=str(path))
         except BaseException:
             medium.close()
             raise
 
-        def make(slot: int, stopped: threading.Event) -> None:
-            self._make_pages(path, medium, found.superblock, slot, background=True, stopped=stopped.is_set)
-
+        make = partial(self._make_pages, medium, found.superblock)
         what = f"rank {found.superblock.rank}: not all slots are made"
         opened = OpenSlots(
             file,
@@ -184,9 +178,8 @@ class SlotFiles:
         superblock = found.superblock
         free, others = self._free_bytes(), self._promised_bytes(path, superblock)
         if free is not None and free < own + others:
-            raise self._no_room(
-                superblock, f"{own} bytes are missing, and {others} are promised to other ranks"
-            )
+            cause = f"{own} bytes are missing, and {others} are promised to other ranks"
+            raise self._no_room(superblock, cause)
         file = open_private_file(path, os.O_RDWR)
         try:
             if not self._can_make_lazily():
@@ -209,36 +202,25 @@ class SlotFiles:
                     promised += missing_bytes(other)
         return promised
 
-    def _make_next(
-        self, path: Path, medium: Medium, found: SlotFileContents, missing: Sequence[int]
-    ) -> list[int]:
+    def _make_next(self, medium: Medium, found: SlotFileContents, missing: Sequence[int]) -> list[int]:
         """Make the pages of slots that hold a slice, and of the first free one; return the other missing slots."""
         free = [slot for slot, named in enumerate(found.committed) if named is None]
         later = [slot for slot in missing if slot in free[1:]]
         for slot in missing:
             if slot not in later:
-                self._make_pages(
-                    path, medium, found.superblock, slot, background=False, stopped=lambda: False
-                )
+                self._make_pages(medium, found.superblock, slot, None)
         return later
 
     def _make_pages(
-        self,
-        path: Path,
-        medium: Medium,
-        superblock: Superblock,
-        slot: int,
-        *,
-        background: bool,
-        stopped: Callable[[], bool],
+        self, medium: Medium, superblock: Superblock, slot: int, stopped: Callable[[], bool] | None
     ) -> None:
         assert isinstance(medium, MappedFile)
         begin, end = _span(superblock, slot)
         free = self._free_bytes()
-        if free is not None and free < min(end - begin, missing_bytes(path)):
+        if free is not None and free < min(end - begin, missing_bytes(medium.path)):
             raise self._no_room(superblock, f"too full for slot {slot}")
         try:
-            medium.make(begin, end - begin, background=background, stopped=stopped)
+            medium.make(begin, end - begin, stopped)
         except OSError as error:
             raise self._no_room(superblock, f"slot {slot}: {error.strerror}") from error
 
@@ -278,9 +260,8 @@ class SlotFiles:
             sync_directory(path.parent)
 
     def _no_room(self, superblock: Superblock, cause: str) -> ConfigError:
-        earlier = sum(
-            path.lstat().st_size for path, rank in self._place.slot_paths() if rank == superblock.rank
-        )
+        own = [path for path, rank in self._place.slot_paths() if rank == superblock.rank]
+        earlier = sum(path.lstat().st_size for path in own)
         held = (
             f"; {earlier} bytes in it hold this rank's slices of an earlier layout, which stay until a step of the new "
             "one is complete"
@@ -309,6 +290,7 @@ class SlotFiles:
             return least
         in_flight = _IN_FLIGHT_TRIED if self._slots is None else (least.in_flight,)
         writers = _WRITERS_TRIED if self._writers is None else (least.writers,)
+        profiles = [TierProfile(count, threads) for count in in_flight for threads in writers]
         scratch = self._place.directory / f"rank-{rank:05}.slots.new"
         free = free_bytes(scratch)
         if free is None or free < 2 * SCRATCH_BYTES:
@@ -322,12 +304,8 @@ class SlotFiles:
                 finally:
                     os.close(file)
                     scratch.unlink()
-                try:
-                    return measure(
-                        medium, [TierProfile(count, threads) for count in in_flight for threads in writers]
-                    )
-                finally:
-                    medium.close()
+                with contextlib.closing(medium):
+                    return measure(medium, profiles)
         except HoldfastError as error:
             _log.warning("tier %s: the device could not be measured: %s", self._name, error)
             return least
@@ -395,19 +373,9 @@ def _write(medium: Medium, view: memoryview, profile: TierProfile) -> None:
     blocks = _blocks_per_slice(profile)
 
     def one_slice(number: int) -> None:
-        left = iter(range(number * blocks, (number + 1) * blocks))
-        taking = threading.Lock()
-
-        def writer(_: int) -> None:
-            while True:
-                with taking:
-                    block = next(left, None)
-                if block is None:
-                    return
-                medium.write(block * _BLOCK_BYTES, view)
-
+        slice_blocks = range(number * blocks, (number + 1) * blocks)
         with ThreadPoolExecutor(profile.writers) as writers:
-            list(writers.map(writer, range(profile.writers)))
+            list(writers.map(lambda block: medium.write(block * _BLOCK_BYTES, view), slice_blocks))
         medium.flush()
 
     with ThreadPoolExecutor(profile.in_flight) as slices:

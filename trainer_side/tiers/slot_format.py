@@ -43,10 +43,6 @@ _SEAL_FIXED_BYTES, _SEAL_FRAME_BYTES = 16 << 10, 12  # a record for people; `429
 _FILE_BYTES_MAX = 1 << 62
 
 
-class UnknownVersionError(ProtocolError):
-    """A slot file of a version that this holdfast does not read."""
-
-
 def whole_pages(nbytes: int) -> int:
     return _aligned(nbytes, PAGE_BYTES)
 
@@ -123,23 +119,19 @@ class Superblock:
         """Read a result of `to_bytes`. DamageError: not a slot file, truncated, altered, or contradictory."""
         if len(page) != PAGE_BYTES or page[: len(_SUPER_MAGIC)] != _SUPER_MAGIC:
             raise DamageError(f"{source}: does not begin with the superblock of a slot file")
-        version = _SUPER.unpack_from(page)[1]
+        _, version, *fields = _SUPER.unpack_from(page)
         if version != VERSION:
-            raise UnknownVersionError(f"{source}: slot file version {version}, this holdfast reads {VERSION}")
+            raise ProtocolError(f"{source}: slot file version {version}, this holdfast reads {VERSION}")
         if not _is_whole(page):
             raise DamageError(f"{source}: the superblock is altered (its CRC-32 does not match)")
-        _, _, rank, ranks, slots, writers, run_digest, layout_digest, *rest, name_bytes = _SUPER.unpack_from(
-            page
-        )
+        rank, ranks, slots, writers, run_digest, layout_digest, *rest, name_bytes = fields
         run = page[_SUPER.size : _SUPER.size + name_bytes].decode(errors="replace")
         found = cls(run, rank, ranks, slots, writers, run_digest, layout_digest.hex(), *rest)
         found._check(source)
         return found
 
     def _check(self, source: str) -> None:
-        aligned = not (
-            self.slots_offset % PAGE_BYTES or self.slot_bytes % PAGE_BYTES or self.area_bytes % PAGE_BYTES
-        )
+        aligned = not any(one % PAGE_BYTES for one in (self.slots_offset, self.slot_bytes, self.area_bytes))
         inside = (
             0 < self.slots <= SLOTS_MAX
             and self.rank < self.ranks

@@ -23,12 +23,12 @@ _log = logging.getLogger("holdfast.trainer")
 class SlotPages:
     """Makes the pages of slots in a thread of its own. Any thread.
 
-    `make` makes those of one slot, stops early if the event is set, and raises an error if room is lacking. `missing`
-    are the slots without pages.
+    `make` makes those of one slot, stops early if the function that it gets returns True, and raises an error if room
+    is lacking. `missing` are the slots without pages.
     """
 
     def __init__(
-        self, make: Callable[[int, threading.Event], object], missing: Iterable[int], *, what: str
+        self, make: Callable[[int, Callable[[], bool]], object], missing: Iterable[int], *, what: str
     ) -> None:
         self._make, self._what = make, what
         self._changed = threading.Condition()
@@ -73,14 +73,13 @@ class SlotPages:
 
     def join(self, seconds_max: float) -> None:
         """Wait at most `seconds_max` for the end of the thread."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(seconds_max)
+        if self._thread is not None:
+            self._thread.join(seconds_max)
 
     def _run(self, made: Callable[[int], object], ended: Callable[[], object]) -> None:
         try:
             while (slot := self._next()) is not None:
-                self._make(slot, self._stopped)
+                self._make(slot, self._stopped.is_set)
                 if self._stopped.is_set():
                     break
                 with self._changed:

@@ -16,18 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
-from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
 from holdfast.image.proof_record import Digest
 from holdfast.ring.directory import open_private_file
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store.posix_errors import translate_errors
 from holdfast.store.posix_io import OpenFile, read_fully
-from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.medium import Medium
 from trainer_side.tiers.slot_file import scan
 from trainer_side.tiers.slot_files import SlotFiles
-from trainer_side.tiers.slot_format import SLOTS_MAX, Superblock
+from trainer_side.tiers.slot_format import Superblock
 from trainer_side.tiers.slot_proof import proof_path, read_proof, slice_identity
 from trainer_side.tiers.slot_writer import OpenSlots, SlotWriter
 from trainer_side.tiers.tier import Nearness, SealedSlice, Tier
@@ -43,7 +41,7 @@ class SlotTier(Tier):
     """A tier of slot files. `name` is the tier as in the setting. `medium` opens a slot file.
 
     `slots` is the number of slots of a file, `writers` that of threads that write at once. None: measured on the
-    device. ConfigError: out of range.
+    device.
     """
 
     keeps_proofs = True
@@ -58,20 +56,12 @@ class SlotTier(Tier):
         slots: int | None,
         writers: int | None,
     ) -> None:
-        if slots is not None and not SLOTS_MIN <= slots <= SLOTS_MAX:
-            raise ConfigError(
-                f"tier {name}: slots must be from {SLOTS_MIN} (one complete step, one on its way) to {SLOTS_MAX}, got "
-                f"{slots}"
-            )
-        if writers is not None and writers < 1:
-            raise ConfigError(f"tier {name}: writers must be at least 1, got {writers}")
         self.name, self.nearness, self._place, self._writers = name, nearness, place, writers
         later = nearness is Nearness.MEMORY
         self._files = SlotFiles(name, place, medium, slots=slots, writers=writers, later=later)
         self._preparing = threading.Lock()
         self._lock: RankLock | None = None
         self._open: OpenSlots | None = None
-        self._layouts: dict[str, Layout] = {}
         self._superblocks: dict[str, Superblock] = {}
         self._damage: list[str] = []
         self._leftovers = False  # files of other layouts may exist
@@ -105,7 +95,7 @@ class SlotTier(Tier):
             if self._lock is None:
                 self._lock = RankLock(self._place, rank, seconds_max=_DYING_SECONDS_MAX)
             try:
-                self._open = self._files.open(layout, rank, self._layouts)
+                self._open = self._files.open(layout, rank)
             except BaseException:
                 if now is None:
                     self._lock.release()
@@ -142,7 +132,7 @@ class SlotTier(Tier):
         opened = self._open
         try:
             if opened is not None and opened.complete((attempt, step)) and self._leftovers:
-                self._files.remove_older(opened, (attempt, step), self._layouts)
+                self._files.remove_older(opened, (attempt, step))
                 self._leftovers = False
         except StoreError as error:  # the slice is sealed, and the next seal reports a failing device
             _log.warning("tier %s: could not record that step %d is complete: %s", self.name, step, error)
@@ -152,13 +142,11 @@ class SlotTier(Tier):
             self._open.void((attempt, step))
 
     def record_doubt(self, steps: DoubtedSteps) -> None:
-        opened = self._open
-        if opened is not None:
+        if (opened := self._open) is not None:
             self._place.write_doubt(opened.rank, steps)
 
     def keep_proof(self, attempt: int, step: int, digest: Digest) -> None:
-        opened = self._open
-        if opened is not None:  # otherwise another process may be writing here
+        if (opened := self._open) is not None:  # otherwise another process may be writing here
             opened.keep_proof((attempt, step), digest, self._place.replace_file)
 
     def proof(self, kept: SealedSlice) -> Digest | None:
@@ -176,10 +164,10 @@ class SlotTier(Tier):
             return []
         found: list[SealedSlice] = []
         doubts = self._place.doubts()
-        files, self._damage = scan(self._place, self._layouts)
+        files, self._damage = scan(self._place, self._files.layouts)
         for file in files:
             for one in file.kept:
-                found.append(replace(one, doubt=doubt_about(doubts, CheckpointId(*one.seal.order))))
+                found.append(replace(one, doubt=doubt_about(doubts, one.seal.order)))
                 self._superblocks[one.place] = file.superblock
         return sorted(found, key=lambda one: (one.seal.order, -one.seal.rank), reverse=True)
 

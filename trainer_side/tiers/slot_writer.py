@@ -48,16 +48,14 @@ class OpenSlots:
     ) -> None:
         self.file, self.layout, self.rank, self.run = file, layout, rank, run
         self.frames = frames_of(layout, rank)
+        self._seals = {slot: named for slot, named in enumerate(file.committed) if named is not None}
         found = {
             slot: SlotEntry((named.attempt, named.step), named.complete)
-            for slot, named in enumerate(file.committed)
-            if named is not None and slot not in unsealable
+            for slot, named in self._seals.items()
+            if slot not in unsealable
         }
         self._slots = FileSlots(file.superblock.slots, found, missing)
         self.pages = pages
-        self._seals: dict[int, Commitment] = {
-            slot: named for slot, named in enumerate(file.committed) if named is not None
-        }
         self._core, self._record = threading.RLock(), threading.Lock()
         self._writers, self._retired = 0, False
 
@@ -92,13 +90,10 @@ class OpenSlots:
 
     def make_pages(self) -> None:
         """Start a thread that makes the missing slots; the file stays mapped until the thread has ended."""
-        pages = self.pages
         with self._core:
-            if (
-                pages is not None
-                and not self._retired
-                and pages.start(self._on_pages_made, self._on_pages_ended)
-            ):
+            if self.pages is None or self._retired:
+                return
+            if self.pages.start(self._on_pages_made, self._on_pages_ended):
                 self._writers += 1
 
     def _on_pages_made(self, slot: int) -> None:
@@ -188,12 +183,11 @@ class OpenSlots:
             entries = self._slots.table()
         if slot is not None:
             entries[slot] = entry
-        self.file.commit(
-            tuple(
-                None if entry is None else self._seals[number]._replace(complete=entry.complete)
-                for number, entry in enumerate(entries)
-            )
-        )
+        table: list[Commitment | None] = [None] * len(entries)
+        for number, named in enumerate(entries):
+            if named is not None:
+                table[number] = self._seals[number]._replace(complete=named.complete)
+        self.file.commit(tuple(table))
 
 
 class SlotWriter:

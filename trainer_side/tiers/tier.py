@@ -1,13 +1,6 @@
 """A tier of Lv.0: keeps this rank's slice of the newest steps on its own machine.
 
-    prepare(layout, rank)     makes room: at least two slots
-    begin(attempt, step)      a slot, or None while none is free
-      write(frame, bytes)     in any order, from any thread, as the copy engine finishes them
-      seal(...)               bytes durable, then the seal; only then the slice exists
-    complete(order)           every rank has sealed that step: older ones may be overwritten
-    void(order)               some rank will never seal that step: it may be overwritten
-    kept_slices()             sealed slices in this tier, of any rank and any attempt
-    read_into                 for restore
+    prepare ─► begin: a slot ─► write its frames, in any order ─► seal ─► complete, or void ─► kept_slices, read_into
 
 Every tier keeps these rules, and the conformance suite tests them (`tests/conformance/test_tier.py`):
 
@@ -115,17 +108,11 @@ class SliceWriter(Protocol):
     def copy(self) -> Callable[[int, int, int], object] | None:
         """The best way to put bytes into `memory`: (to address, from address, bytes), like `ctypes.memmove`.
 
-        Releases the GIL. None without memory. Bytes may also arrive in other ways (DMA of a device, a store through
-        `memory`): `write` of their frame makes them durable, too. With persistent memory, `copy` stores past the caches
-        and leaves `write` little to do.
+        Releases the GIL. None without memory. `write` also makes bytes durable that arrive in other ways, such as DMA.
         """
 
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
-        """Write one frame to its place.
-
-        `frame` is its number in `frames_of(layout, rank)`, `buffer` its `padded_bytes` bytes from page-aligned memory,
-        and `crc32` that of the first `nbytes` of them.
-        """
+        """Write one frame, by its number in `frames_of`: its `padded_bytes`, page-aligned. The CRC is of `nbytes`."""
 
     def seal(self, record: Mapping[str, Any]) -> bool:
         """Make all frames durable, then commit. False: a newer step is complete already, and the slot is freed."""

@@ -208,7 +208,14 @@ class RankLock:
         with translate_errors("lock", path):
             self._fd = open_private_file(path, os.O_RDWR | os.O_CREAT)
         try:
-            while not _try_lock(self._fd, last=time.monotonic() >= deadline):
+            while True:
+                is_last = time.monotonic() >= deadline
+                try:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if is_last:
+                        raise
                 time.sleep(_LOCK_PAUSE_SECONDS)
         except BlockingIOError:
             pid = os.pread(self._fd, _PID_BYTES_MAX, 0).decode("ascii", "replace").strip() or "unknown"
@@ -237,17 +244,6 @@ class RankLock:
         # A child (a data loader's worker) shares its parent's lock, and would hold it after the parent's death.
         for lock in list(cls._held):
             lock.release()
-
-
-def _try_lock(fd: int, *, last: bool) -> bool:
-    """Try once. Raises `BlockingIOError` at the last try."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if last:
-            raise
-        return False
-    return True
 
 
 os.register_at_fork(after_in_child=RankLock._release_in_child)

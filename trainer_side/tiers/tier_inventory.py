@@ -76,10 +76,7 @@ def take_inventory(
 ) -> TierInventory:
     """Exchange the inventories of all ranks. `error`: Why this rank's tiers could not be opened; raised on every rank.
 
-    Raises:
-        ConfigError: On every rank: the ranks' tiers differ, or a tier is not usable.
-        StoreError: On every rank: a device failed or hangs.
-        PeerLost: A rank is gone.
+    On every rank: ConfigError: the ranks' tiers differ, or one is not usable. StoreError: a device failed or hangs.
     """
     said = [json.loads(text) for text in gather(peers, _own_inventory(tiers, error, seconds_max))]
     for rank, other in enumerate(said):
@@ -106,16 +103,11 @@ def take_inventory(
 
 
 def _own_inventory(tiers: Sequence[Tier], error: HoldfastError | None, seconds_max: float) -> bytes:
-    if error is not None:
-        return json.dumps({"error": [error.code, str(error)]}).encode()
     try:
-        kept = [
-            [
-                (one.seal.attempt, one.seal.step, one.seal.rank, one.seal.ranks, one.seal.layout_digest)
-                for one in list_kept(tier, seconds_max)
-            ]
-            for tier in tiers
-        ]
+        if error is not None:
+            raise error
+        seals = [[one.seal for one in list_kept(tier, seconds_max)] for tier in tiers]
     except HoldfastError as refused:
         return json.dumps({"error": [refused.code, str(refused)]}).encode()
+    kept = [[(*one.order, one.rank, one.ranks, one.layout_digest) for one in some] for some in seals]
     return json.dumps({"tiers": [tier.name for tier in tiers], "kept": kept}).encode()

@@ -25,8 +25,12 @@ from trainer_side.transfer import SliceSource
 class RankCouncil:
     """How the training ranks agree on one layout, and on one step after a notice. Training thread, except `notice`.
 
-    The defaults are for ranks without tiers, where the link talks to the stager about everything except `agree`.
+    This class serves ranks without tiers: `agree` is `ToStager.agree`, and the link talks to the stager about the rest.
     """
+
+    def __init__(self, agree: Callable[..., Agreement]) -> None:
+        self._agree = agree
+        self._seconds_max: float | None = None
 
     @property
     def new_pickle_reserve_bytes(self) -> int:
@@ -35,11 +39,11 @@ class RankCouncil:
 
     def agree(self, proposal: Proposal) -> Agreement:
         """Compare this rank's tensors with those of the others; as `ToStager.agree`."""
-        raise NotImplementedError
+        return self._agree(proposal, seconds_max=self._seconds_max)
 
     def limit_wait(self, seconds_max: float) -> None:
         """Limit the wait of later `agree` calls."""
-        raise NotImplementedError
+        self._seconds_max = seconds_max
 
     def confirm_ready(self, error: HoldfastError | None) -> None:
         """Tell the other ranks that this rank has prepared its tiers for the first layout, or why not. Collective.
@@ -63,20 +67,6 @@ class RankCouncil:
 
     def send_notice(self, notice: Notice) -> None:
         """Tell rank 0 that this rank's machine will be taken away, so that all ranks save one step. Any thread."""
-
-
-class StagerCouncil(RankCouncil):
-    """The council of ranks without local tiers: `agree` goes through the stager (`ToStager.agree`)."""
-
-    def __init__(self, agree: Callable[..., Agreement]) -> None:
-        self._agree = agree
-        self._seconds_max: float | None = None
-
-    def agree(self, proposal: Proposal) -> Agreement:
-        return self._agree(proposal, seconds_max=self._seconds_max)
-
-    def limit_wait(self, seconds_max: float) -> None:
-        self._seconds_max = seconds_max
 
 
 class TierSet:

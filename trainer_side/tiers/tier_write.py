@@ -39,11 +39,9 @@ class TierWrite:
     released: threading.Event = field(default_factory=threading.Event)  # every tier has finished reading it
     # Asks rank 0 to compare this rank's fingerprints with the other ranks'.
     compare: Callable[[str], None] = lambda _fingerprints: None
-    wake_callbacks: list[Callable[[], None]] = field(
-        default_factory=list
-    )  # wake the threads that write the step
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    cancel_reason: Reason | None = None
+    # Wake the threads that write the step.
+    wake_callbacks: list[Callable[[], None]] = field(default_factory=list)
+    cancel_reason: Reason | None = None  # why its bytes will never be complete
     kept_in: set[int] = field(default_factory=set)  # tiers that have sealed the step
     lost_in: dict[int, Reason] = field(default_factory=dict)  # tiers that gave the step up
     crc_seconds: float = 0.0
@@ -58,7 +56,7 @@ class TierWrite:
     @property
     def is_wanted(self) -> bool:
         """Whether the step is worth copying: some tier may still seal it."""
-        return not self.cancelled.is_set() and not self.released.is_set()
+        return self.cancel_reason is None and not self.released.is_set()
 
     def is_read_by_others(self, tier: int) -> bool:
         """Whether the link, or another tier than `tier`, may still read the area."""
@@ -68,9 +66,8 @@ class TierWrite:
 
     def cancel(self, reason: Reason) -> None:
         """Make every tier give the step up: its bytes will never be complete. Any thread."""
-        if not self.cancelled.is_set():
+        if self.cancel_reason is None:
             self.cancel_reason = reason
-            self.cancelled.set()
             self.nudge()
 
     def nudge(self) -> None:
@@ -85,10 +82,8 @@ class TierWrite:
         with guard:
             if frame not in self._crcs:
                 assert self.area is not None
-                begun = time.perf_counter()
-                self._crcs[frame] = crc32(
-                    self.area.view(self.frames[frame].offset, self.frames[frame].nbytes)
-                )
+                begun, place = time.perf_counter(), self.frames[frame]
+                self._crcs[frame] = crc32(self.area.view(place.offset, place.nbytes))
                 with self._guard:
                     self.crc_seconds += time.perf_counter() - begun
             return self._crcs[frame]

@@ -75,19 +75,15 @@ class TierCalls:
                 del self._calls[me]
 
     def call_with_deadline(
-        self, what: str, call: Callable[[], _T], *, seconds_max: float, late: Callable[[_T], object]
+        self, what: str, call: Callable[[], _T], seconds_max: float, late: Callable[[_T], object]
     ) -> _T:
         """Make a call in another thread, and wait `seconds_max` for it, then raise StoreError.
 
         `what` is its purpose, for messages. `late` is called with the result if the call returns after the deadline.
         """
-
-        def make() -> _T:
-            with self.track(what, seconds_max):
-                return call()
-
+        tracked = self.track(what, seconds_max)(call)
         try:
-            return within(make, seconds_max, name="holdfast-tier-ask", on_late=late)
+            return within(tracked, seconds_max, name="holdfast-tier-ask", on_late=late)
         except TimeoutError:
             problem = f"tier {self._name} hangs: {what} has not returned for {seconds_max:g} s"
             raise StoreError(problem) from None
@@ -113,12 +109,8 @@ class TierCalls:
                 )
             self.hang_reason = hangs
         if before is None and hangs is not None:
-            _log.error(
-                "rank %d: tier %s takes nothing until its device answers: it %s",
-                self._rank,
-                self._name,
-                hangs,
-            )
+            message = "rank %d: tier %s takes nothing until its device answers: it %s"
+            _log.error(message, self._rank, self._name, hangs)
             return hangs
         if before is not None and hangs is None:
             _log.warning("rank %d: tier %s answers again, and is used again", self._rank, self._name)
@@ -327,8 +319,7 @@ class TierWriterThreads:
             if part.sealing:
                 continue
             write = part.write
-            if write.cancelled.is_set() and not part.given_up:
-                part.given_up = write.cancel_reason
+            part.given_up = part.given_up or write.cancel_reason
             if part.given_up:
                 mine = write.source_tier == self.number
                 if not part.busy and not (mine and write.is_read_by_others(self.number)):

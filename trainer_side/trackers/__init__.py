@@ -3,13 +3,5 @@
     restore() ─► Checkpointer.track ─► StartPoint ─► the tracker's run resumes; each later checkpoint has its id
     events of this rank (save, staged, durable, …) ─► marking, on its own thread ─► Mark ─► each Tracker
 
-tracker              the interface of a tracker, and the null tracker of ranks other than 0
-start_point          where training resumes
-mark                 one fact about checkpoints, at a training step
-marking              collects the marks, and sends them
-wandb_tracker        W&B.   logged_steps: the steps that an offline run has logged
-tensorboard_tracker  TensorBoard
-mlflow_tracker       MLflow
-
 A tracker's library is imported only when a script asks for it. docs/trackers.md is the page for users.
 """

@@ -18,12 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from trainer_side.trackers.mark import Mark
-from trainer_side.trackers.tracker import Tracker
+from trainer_side.trackers.tracker import Mark, Tracker
 
 _log = logging.getLogger("holdfast.trainer")
 
-_SECONDS = {"staged": "staged_seconds", "durable": "durable_seconds"}
 _QUEUED_MAX = 1000
 _TURN_SECONDS = 1.0
 _END_SECONDS_MAX = 5.0  # limit for trackers at the end of training
@@ -33,8 +31,7 @@ _SAVES_MAX = 16  # whose begin is remembered
 class MarkSender:
     """Turns events into marks, and sends these to the trackers.
 
-    Args:
-        turn_seconds: Interval between calls of `Tracker.mark` without new marks, so that it can retry delayed ones.
+    `turn_seconds`: Between calls of `Tracker.mark` without new marks, in which it can retry delayed ones.
     """
 
     def __init__(
@@ -66,8 +63,8 @@ class MarkSender:
                 self._saved_at.pop(old, None)
             self._needs_flush = True
             self._enqueue(None, Mark("stall_seconds", step, float(fields["cst_seconds"])))
-        elif event in _SECONDS and (seconds := fields.get(f"{event}_seconds")) is not None:
-            self._enqueue(None, Mark(_SECONDS[event], step, float(seconds)))
+        elif event in ("staged", "durable") and (seconds := fields.get(f"{event}_seconds")) is not None:
+            self._enqueue(None, Mark(f"{event}_seconds", step, float(seconds)))
         elif event == "complete" and (saved_at := self._saved_at.pop(step, None)) is not None:
             self._enqueue(None, Mark("kept_seconds", step, self._clock() - saved_at))
 
@@ -76,9 +73,9 @@ class MarkSender:
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
         if self._thread.ident is not None and not self._ended.wait(_END_SECONDS_MAX):
+            unsent = self._queue.qsize()
             _log.warning(
-                "an experiment tracker does not answer; %d marks about checkpoints are not sent",
-                self._queue.qsize(),
+                "an experiment tracker does not answer; %d marks about checkpoints are not sent", unsent
             )
 
     def _enqueue(self, tracker: Tracker | None, mark: Mark) -> None:
@@ -124,10 +121,8 @@ class MarkSender:
             call()
         except Exception as error:  # noqa: BLE001 - a failing tracker must not end training
             self._trackers = [one for one in self._trackers if one is not tracker]
+            what = f"{type(error).__name__}: {error}"
             _log.warning(
-                "the experiment tracker %s gets no more marks about checkpoints: %s: %s",
-                tracker.kind,
-                type(error).__name__,
-                error,
+                "the experiment tracker %s gets no more marks about checkpoints: %s", tracker.kind, what
             )
             _log.debug("the tracker failed", exc_info=True)

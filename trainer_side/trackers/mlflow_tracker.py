@@ -10,9 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer_side.trackers.mark import PREFIX, Mark
-from trainer_side.trackers.start_point import StartPoint
-from trainer_side.trackers.tracker import Tracker
+from trainer_side.trackers.tracker import PREFIX, Mark, StartPoint, Tracker
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -21,13 +19,7 @@ KIND = "mlflow"
 
 
 class MlflowTracker(Tracker):
-    """A run in the tracking store.
-
-    Args:
-        run: Result of `mlflow.start_run`.
-        client: The client of its tracking store.
-        last_steps: Metric → its newest step in the run.
-    """
+    """A run, from `mlflow.start_run`. `client`: Of its tracking store. `last_steps`: Newest step of each metric."""
 
     kind = KIND
 
@@ -38,9 +30,8 @@ class MlflowTracker(Tracker):
         self.last_step = max(own, default=-1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._send(
-            {name: value for name, value in metrics.items() if step > self._last_steps.get(name, -1)}, step
-        )
+        new = [name for name in metrics if step > self._last_steps.get(name, -1)]
+        self._send({name: metrics[name] for name in new}, step)
 
     def mark(self, marks: Sequence[Mark]) -> None:
         for mark in marks:

@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_side.trackers.mark import Mark
-from trainer_side.trackers.start_point import StartPoint
-from trainer_side.trackers.tracker import Tracker
+from trainer_side.trackers.tracker import Mark, StartPoint, Tracker
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -20,17 +18,14 @@ KIND = "tensorboard"
 
 
 class TensorboardTracker(Tracker):
-    """A folder of event files, and the `SummaryWriter` that writes into it.
-
-    Args:
-        writer: Its folder already hides the points that are logged again.
-    """
+    """The folder of a `SummaryWriter`, which already hides the points that are logged again."""
 
     kind = KIND
 
     def __init__(self, writer: SummaryWriter) -> None:
         self.run = self._writer = writer
-        self.run_id = _absolute_folder(writer.log_dir)
+        folder = writer.log_dir
+        self.run_id = folder if "://" in folder else str(Path(folder).absolute())
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -65,7 +60,3 @@ def begin_with_writer(start: StartPoint, writer: SummaryWriter) -> TensorboardTr
     files.add_event(Event(step=first, file_version="brain.Event:2"))
     files.add_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
     return tracker
-
-
-def _absolute_folder(folder: str) -> str:
-    return folder if "://" in folder else str(Path(folder).absolute())

@@ -1,7 +1,11 @@
 """W&B: one run for all attempts, whose steps only grow.
 
     online   the server knows the last step; W&B itself drops points of older steps
-    offline  each attempt has its own folder; folders of earlier attempts have the logged steps (logged_steps.py)
+    offline  each attempt has its own folder; folders of earlier attempts have the logged steps
+
+An offline run's file has a header of 7 bytes (":W&B", magic, version), then blocks of 32 KiB, of pieces: CRC, length,
+kind. The pieces make records, which are protocol buffers of wandb's own module. A killed process may leave the last
+record truncated; the records before it count.
 
 Marks are about past steps, so they have their own axis. They join the open row of metrics and never close it, because
 W&B would drop the next metrics that the script logs for the same step.
@@ -10,13 +14,12 @@ W&B would drop the next metrics that the script logs for the same step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_side.trackers.logged_steps import newest_logged_step
-from trainer_side.trackers.mark import PREFIX, Mark
-from trainer_side.trackers.start_point import StartPoint
-from trainer_side.trackers.tracker import Tracker
+from trainer_side.trackers.tracker import PREFIX, Mark, StartPoint, Tracker
 
 if TYPE_CHECKING:
     import wandb
@@ -25,17 +28,18 @@ KIND = "wandb"
 _AXIS = f"{PREFIX}_step"
 # Limits how much of an offline run is lost with its process; W&B's default is 15 s.
 _FLUSH, _FLUSH_SECONDS = "x_transaction_log_flush_interval", 1.0
+_MAGIC, _HEADER_BYTES = b":W&B", 7
+_BLOCK_BYTES = 32 << 10
+_PIECE = struct.Struct("<IHB")
+_WHOLE, _FIRST, _LAST = 1, 2, 4
 
 _log = logging.getLogger("holdfast.trainer")
 
 
 class WandbTracker(Tracker):
-    """A run of W&B.
+    """A run: result of `wandb.init`. `last_step`: Its newest step.
 
-    Args:
-        run: Result of `wandb.init`.
-        last_step: Its newest step.
-        first_step: The step to run first, for an offline run, which W&B counts from 0 again.
+    `first_step`: The step to run first, for an offline run, which W&B counts from 0 again.
     """
 
     kind = KIND
@@ -115,3 +119,51 @@ def begin(start: StartPoint, options: Mapping[str, Any]) -> WandbTracker:
             start.first_step - 1,
         )
     return WandbTracker(run, last_step, start.first_step if run.offline else 0)
+
+
+def newest_logged_step(run: wandb.Run) -> int:
+    """Return the newest step of `run` in the folders of earlier attempts, next to its own; -1 without one."""
+    own = Path(run.dir).parent
+    newest = -1
+    for file in own.parent.glob(f"*run-*/run-{run.id}.wandb"):
+        if file.parent.resolve() != own.resolve():
+            try:
+                newest = max(newest, *_steps(file.read_bytes()), -1)
+            except Exception as error:  # noqa: BLE001 - another version of W&B may write another format
+                _log.warning(
+                    "W&B: %s cannot be read, so steps in it may be logged twice: %s: %s",
+                    file,
+                    type(error).__name__,
+                    error,
+                )
+    return newest
+
+
+def _steps(data: bytes) -> Iterator[int]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for body in _records(data):
+        record = Record.FromString(body)
+        if record.WhichOneof("record_type") == "history":
+            yield int(record.history.step.num)
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Yield the complete records of a file."""
+    if data[: len(_MAGIC)] != _MAGIC:
+        return
+    at, begun = _HEADER_BYTES, b""
+    while at + _PIECE.size <= len(data):
+        left = _BLOCK_BYTES - at % _BLOCK_BYTES
+        if left < _PIECE.size:
+            at += left
+            continue
+        _, nbytes, kind = _PIECE.unpack_from(data, at)
+        at += _PIECE.size
+        piece = data[at : at + nbytes]
+        if kind == 0 or len(piece) < nbytes:
+            return
+        begun = piece if kind in (_WHOLE, _FIRST) else begun + piece
+        at += nbytes
+        if kind in (_WHOLE, _LAST):
+            yield begun

@@ -26,7 +26,6 @@ from tests.support.restoring import CountingStore
 from tests.support.slices import Checkpoint, checkpoint, keep
 from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.inventory import newest_attempt
 from trainer_side.restore.restore import restore
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.open_tiers import open_tier
@@ -90,7 +89,6 @@ def bring_back(peers: Peers, tier: Tier, run: Path, out: Path) -> None:
         "mended": restored.mended,
         "skipped": restored.skipped,
         "store_requests": len(store.requests),
-        "newest_attempt": newest_attempt([tier], store, peers),
     }
     (out / f"{peers.rank}.json").write_text(json.dumps(report))
 

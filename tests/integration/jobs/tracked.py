@@ -17,7 +17,7 @@ import torch
 
 from holdfast import Checkpointer, init_torch_distributed
 from holdfast.integrations.trackers import start_mlflow, start_tensorboard, start_wandb
-from trainer_side.trackers import logged_steps
+from trainer_side.trackers import wandb_tracker
 
 PAUSE_SECONDS_MAX = 240
 STEP_SECONDS = 0.05  # in which the marks find a row of W&B that is still open
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _written(file: Path) -> list[int]:
-    return [*logged_steps._steps(file.read_bytes())] if file.exists() else []
+    return [*wandb_tracker._steps(file.read_bytes())] if file.exists() else []
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer_side.trackers import mlflow_tracker, tensorboard_tracker, wandb_tracker
 from trainer_side.trackers.marking import MarkSender
-from trainer_side.trackers.start_point import StartPoint
+from trainer_side.trackers.tracker import StartPoint
 
 
 def main() -> None:

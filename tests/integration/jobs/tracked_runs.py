@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer_side.trackers import logged_steps
+from trainer_side.trackers import wandb_tracker
 
 Charts = dict[str, list[tuple[int, float]]]
 
@@ -59,7 +59,7 @@ def of_wandb(directory: Path) -> dict[str, Any]:
     axes = {}
     for file in sorted((directory / "wandb").glob("offline-run-*/run-*.wandb")):
         ids.add(file.stem)
-        for body in logged_steps._records(file.read_bytes()):
+        for body in wandb_tracker._records(file.read_bytes()):
             record = Record.FromString(body)
             for item in [*record.config.update, *record.run.config.update]:
                 texts += (

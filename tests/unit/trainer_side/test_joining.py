@@ -25,7 +25,7 @@ from trainer_side.ranks.world import World
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import Tier
 from trainer_side.tiers.tier_inventory import TierInventory, take_inventory
-from trainer_side.tiers.tier_set import StagerCouncil, TierSet
+from trainer_side.tiers.tier_set import RankCouncil, TierSet
 
 
 def _kept(tier: Tier, attempt: int, step: int, *, ranks: int = 1, rank: int = 0) -> None:
@@ -150,10 +150,11 @@ def test_a_tier_that_one_rank_cannot_open_ends_all() -> None:
 def test_without_a_stager_the_attempt_is_above_tiers_and_store_and_the_store_is_told(tmp_path: Path) -> None:
     tier = open_tier(f"file:{tmp_path / 'disk'}", "/run", slots=2)
     _kept(tier, 7, 1)
+    found = take_inventory(LonePeers(), [tier])
     store_url = str(tmp_path / "store")
     config = TrainerConfig(tiers=["memory"], store=store_url)
-    assert _attempt_without_stager(config, store_url, [tier], LonePeers()) == 8
-    assert _attempt_without_stager(config, store_url, [tier], LonePeers()) == 9
+    assert _attempt_without_stager(config, store_url, found, LonePeers()) == 8
+    assert _attempt_without_stager(config, store_url, found, LonePeers()) == 9
     store = open_store(store_url)
     assert newest_attempt(store) == 9
     assert Lease.acquire(store).attempt == 10, "and a stager is not held up by it"
@@ -164,11 +165,12 @@ def test_a_store_that_does_not_answer_is_passed_over_only_when_told_so(tmp_path:
     store_url = str(tmp_path / "store")
     tier = open_tier(f"file:{tmp_path / 'disk'}", "/run", slots=2)
     _kept(tier, 7, 1)
+    found = take_inventory(LonePeers(), [tier])
     config = TrainerConfig(tiers=["memory"], store=store_url)
     with pytest.raises(StoreError):
-        _attempt_without_stager(config, store_url, [tier], LonePeers())
+        _attempt_without_stager(config, store_url, found, LonePeers())
     without = TrainerConfig(tiers=["memory"], store=store_url, restore_without_store=True)
-    assert _attempt_without_stager(without, store_url, [tier], LonePeers()) == 8
+    assert _attempt_without_stager(without, store_url, found, LonePeers()) == 8
 
 
 @pytest.mark.parametrize(("found", "attempt"), [(0, 5), (4, 5), (5, 6), (9, 10)])
@@ -198,7 +200,7 @@ def test_without_tiers_hurry_shortens_the_wait_for_the_other_ranks() -> None:
         waits.append(seconds_max)
         return Agreement(4096, {})
 
-    tiers = TierSet(StagerCouncil(agree))
+    tiers = TierSet(RankCouncil(agree))
     tiers.council.agree(Proposal("", [], 0, {}))
     tiers.council.limit_wait(3.0)
     tiers.council.agree(Proposal("", [], 0, {}))
@@ -207,7 +209,7 @@ def test_without_tiers_hurry_shortens_the_wait_for_the_other_ranks() -> None:
 
 def test_without_tiers_the_ranks_agree_through_the_stager_and_no_step_is_kept() -> None:
     agreement = Agreement(4096, {})
-    tiers = TierSet(StagerCouncil(lambda *_, **__: agreement))
+    tiers = TierSet(RankCouncil(lambda *_, **__: agreement))
     assert tiers.council.agree(Proposal("", [], 0, {})) is agreement
     tiers.council.confirm_ready(None)
     with pytest.raises(ConfigError, match="of the test"):

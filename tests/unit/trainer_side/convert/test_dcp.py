@@ -200,7 +200,7 @@ def test_any_bytes_of_a_tensor_are_put_together_of_its_parts(
 ) -> None:
     whole = torch.arange(30, dtype=torch.int16).reshape(6, 5)
     split_by_dcp(tmp_path / "old", whole, SPLITS[split], turned=turned)
-    (stored,) = read_dcp(tmp_path / "old").stored
+    _, (stored,) = read_dcp(tmp_path / "old")
     expected = whole.numpy().tobytes()
     for begin, end in itertools.combinations(range(len(expected) + 1), 2):
         out = bytearray(end - begin)

@@ -20,7 +20,7 @@ from holdfast.store.base import Store
 from tests.support.restoring import CountingStore, publish
 from tests.unit.trainer_side.state.test_skeleton import DTYPES, _bits, _filled, _same, _states
 from trainer_side.convert.plain_values import decode, encode
-from trainer_side.convert.safetensors_format import DTYPES as NAMED
+from trainer_side.convert.safetensors_in import DTYPES as NAMED
 from trainer_side.convert.safetensors_out import write_safetensors
 from trainer_side.state.tree import tensor_paths
 

@@ -29,7 +29,7 @@ from trainer_side.tiers.tier import Order
 from trainer_side.tiers.tier_set import RankCouncil, TierSet
 
 KEY = CheckpointId(1, 3)
-NO_TIERS = TierSet(RankCouncil())
+NO_TIERS = TierSet(RankCouncil(lambda *_, **__: pytest.fail("not asked")))
 
 
 class PlayedTiers(TierSet):
@@ -38,7 +38,7 @@ class PlayedTiers(TierSet):
     keeps_proofs = True
 
     def __init__(self) -> None:
-        super().__init__(RankCouncil())
+        super().__init__(RankCouncil(lambda *_, **__: pytest.fail("not asked")))
         self.digests: list[tuple[Order, Digest]] = []
 
     def keep_proof(self, order: Order, digest: Digest) -> None:

@@ -196,8 +196,7 @@ def test_the_newest_attempt_of_a_store_that_hangs(tmp_path: Path, hanging: Hangi
     store = HangingStore(tmp_path / "run", hanging)
 
     def ask(peers: ThreadPeers, *, without_store: bool) -> int:
-        tiers = [DictTier().put(saved(5, attempt=4), peers.rank)]
-        return newest_attempt(tiers, store, peers, without_store=without_store, seconds_max=0.3)
+        return newest_attempt(4, store, peers, without_store=without_store, seconds_max=0.3)
 
     with pytest.raises(StoreError, match="the store hangs: look at its mount"):
         Ranks(2).run(lambda peers: ask(peers, without_store=False))
@@ -210,4 +209,4 @@ def test_a_slow_tier_is_not_taken_for_a_hung_one(store: CountingStore) -> None:
     results, targets = bring_back(store, [[DictTier().put(made, 0, 1)]], seconds_max=SECONDS_MAX)
     assert torch.equal(targets[0].x, torch.full_like(targets[0].x, 5.0))
     assert assert_step(results, targets, 5)[0].mended == []
-    assert newest_attempt([], None, LonePeers()) == 0
+    assert newest_attempt(0, None, LonePeers()) == 0

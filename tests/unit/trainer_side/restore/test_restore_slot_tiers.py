@@ -17,14 +17,15 @@ from tests.support.restoring import CountingStore, Ranks, ThreadPeers
 from tests.support.slices import Checkpoint, checkpoint, keep
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same
 from tests.unit.trainer_side.tiered import assert_step, bring_back, saved
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore import read_plan
-from trainer_side.restore.inventory import newest_attempt
 from trainer_side.restore.restore import restore
 from trainer_side.restore.restore_attempt import Restored
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers import slot_tier
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import Tier
+from trainer_side.tiers.tier_inventory import take_inventory
 
 _KINDS = ("memory", "nvme", "file", "pm")
 
@@ -279,7 +280,6 @@ def test_a_torn_proof_costs_the_restore_nothing(machines: Machines, store: Count
     assert f"{path}: the proof is cut short" in problem
 
 
-def test_the_newest_attempt_is_found_in_a_tier(machines: Machines, store: CountingStore) -> None:
+def test_the_newest_attempt_is_found_in_a_tier(machines: Machines) -> None:
     machines.save(saved(5, attempt=7), 0, 0)
-    found = Ranks(2).run(lambda peers: newest_attempt([machines.open(peers.rank)], store, peers))
-    assert found == [7, 7]
+    assert take_inventory(LonePeers(), [machines.open(0)]).newest_attempt == 7

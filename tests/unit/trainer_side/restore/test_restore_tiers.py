@@ -22,6 +22,7 @@ from trainer_side.restore.restore import restore
 from trainer_side.restore.restore_attempt import Restored
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.tier import Nearness, Tier
+from trainer_side.tiers.tier_inventory import take_inventory
 
 
 @pytest.fixture
@@ -227,9 +228,8 @@ def test_a_store_that_does_not_answer_is_believed_to_hold_something_newer(
         with pytest.raises(StoreError, match="no route"):
             bring_back(store, [own, []], without_store=True)
     with pytest.raises(StoreError, match="no route"):
-        Ranks(2).run(lambda peers: newest_attempt(tiers[peers.rank], store, peers))
-    found = Ranks(2).run(lambda peers: newest_attempt(tiers[peers.rank], store, peers, without_store=True))
-    assert found == [1, 1]
+        Ranks(2).run(lambda peers: newest_attempt(1, store, peers))
+    assert Ranks(2).run(lambda peers: newest_attempt(1, store, peers, without_store=True)) == [1, 1]
 
 
 def test_the_newest_attempt_is_that_of_any_tier_of_any_rank_or_of_the_store(store: CountingStore) -> None:
@@ -239,9 +239,9 @@ def test_the_newest_attempt_is_that_of_any_tier_of_any_rank_or_of_the_store(stor
     ]
 
     def ask(peers: ThreadPeers) -> int:
-        return newest_attempt(tiers[peers.rank], store, peers)
+        return newest_attempt(take_inventory(peers, tiers[peers.rank]).newest_attempt, store, peers)
 
     assert Ranks(2).run(ask) == [4, 4]
     saved(1, attempt=6).publish(Path(store.url))
     assert Ranks(2).run(ask) == [6, 6]
-    assert newest_attempt([], None, LonePeers()) == 0
+    assert newest_attempt(0, None, LonePeers()) == 0

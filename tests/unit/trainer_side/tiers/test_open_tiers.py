@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from tests.support.tiers import RUN
 from trainer_side.tiers.open_tiers import open_tier
@@ -35,10 +37,10 @@ def test_an_unknown_tier_is_refused_with_what_is_allowed(spec: str) -> None:
     assert repr(spec) in str(caught.value)
 
 
-@pytest.mark.parametrize(("slots", "writers"), [(1, 1), (65, 1), (2, 0)])
-def test_numbers_out_of_range_are_refused(slots: int, writers: int, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"slots must be from 2|writers must be at least 1"):
-        open_tier(f"file:{tmp_path}", RUN, slots=slots, writers=writers)
+@pytest.mark.parametrize("setting", [{"tier_slots": 1}, {"tier_slots": 65}, {"tier_writers": 0}])
+def test_numbers_out_of_range_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        TrainerConfig(**setting)
 
 
 def test_runs_of_one_name_have_directories_of_their_own(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class Bench:
         self.coordinator.record_begun(tier, (3, step), 1000)
         self.now += 1.0
         for _ in range(self.ranks):
-            self.coordinator.on_vote(tier, (3, step))
+            self.coordinator.on_vote(tier, (3, step), given_up=False)
         assert self.coordinator.on_verdict(StepVerdict(tier, (3, step), complete=True)) == []
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def test_frames_that_this_rank_has_yet_to_write_are_in_flight(
 def test_a_step_that_is_void_is_taken_later_and_a_rank_that_left_ends_it(bench: Bench) -> None:
     first = bench.appoint(bench.tell(60.0)).step
     bench.coordinator.record_begun(FAR, (3, first), 1000)
-    bench.coordinator.on_vote(FAR, (3, first))
+    bench.coordinator.on_vote(FAR, (3, first), given_up=False)
     busy = DeclineCause.BUSY.because("of the test").with_rank(1)
     void = StepVerdict(FAR, (3, first), complete=False, why=busy)
     again = bench.frames(bench.coordinator.on_verdict(void))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import DamageError, HoldfastError
+from holdfast.errors import DamageError, HoldfastError, ProtocolError
 from holdfast.image.slices import area_bytes
 from tests.support.tiers import image
 from tests.unit.trainer_side.slices import laid_out
@@ -20,7 +20,6 @@ from trainer_side.tiers.slot_format import (
     Commitment,
     CommitSector,
     Superblock,
-    UnknownVersionError,
 )
 
 _DIGEST = bytes(range(32))
@@ -71,7 +70,7 @@ def test_any_flipped_byte_of_a_superblock_is_seen(at: int, flip: int) -> None:
 def test_another_version_is_said_to_be_one() -> None:
     page = bytearray(_plan().to_bytes())
     page[8] = 9
-    with pytest.raises(UnknownVersionError, match="version 9, this holdfast reads 1"):
+    with pytest.raises(ProtocolError, match="version 9, this holdfast reads 1"):
         Superblock.from_bytes(bytes(page), source="here")
 
 

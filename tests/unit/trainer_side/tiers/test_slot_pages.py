@@ -32,16 +32,14 @@ class Making:
         self.refused = 0
         make = MappedFile.make
 
-        def held(
-            medium: MappedFile, offset: int, nbytes: int, *, background: bool, stopped: Callable[[], bool]
-        ) -> None:
-            self.calls.append((offset, background))
-            while background and not self.may.wait(0.01) and not stopped():
+        def held(medium: MappedFile, offset: int, nbytes: int, stopped: Callable[[], bool] | None) -> None:
+            self.calls.append((offset, stopped is not None))
+            while stopped is not None and not self.may.wait(0.01) and not stopped():
                 pass
-            if background and self.refused:
+            if stopped is not None and self.refused:
                 self.refused -= 1
                 raise OSError(28, "No space left on device")
-            make(medium, offset, nbytes, background=background, stopped=stopped)
+            make(medium, offset, nbytes, stopped)
 
         monkeypatch.setattr(MappedFile, "make", held)
         monkeypatch.setattr(slot_files, "_AT_ONCE_BYTES_MAX", 0)
@@ -160,7 +158,7 @@ def test_pages_come_in_order_and_an_error_ends_every_wait() -> None:
     ends = threading.Event()
     stuck = threading.Event()
 
-    def make(slot: int, _: threading.Event) -> None:
+    def make(slot: int, _: Callable[[], bool]) -> None:
         if slot == 3:
             assert stuck.wait(SECONDS)
             raise OSError("none left")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer_side.trackers.logged_steps import _records, newest_logged_step
+from trainer_side.trackers.wandb_tracker import _records, newest_logged_step
 
 BLOCK = 32 << 10
 HEADER = b":W&B\xb8\xee\x00"

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from trainer_side.trackers import marking
-from trainer_side.trackers.mark import Mark
 from trainer_side.trackers.marking import MarkSender
-from trainer_side.trackers.tracker import NullTracker, Tracker
+from trainer_side.trackers.tracker import Mark, NullTracker, Tracker
 
 TURN_SECONDS = 0.01
 

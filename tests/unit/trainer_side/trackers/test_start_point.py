@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trainer_side.trackers.mark import Mark
-from trainer_side.trackers.start_point import StartPoint
+from trainer_side.trackers.tracker import Mark, StartPoint
 
 
 def test_a_start_point_says_its_attempt_and_how_many_steps_are_trained_again() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer_side.trackers.mark import Mark
+from trainer_side.trackers.tracker import Mark
 from trainer_side.trackers.wandb_tracker import WandbTracker
 
 
