@@ -83,8 +83,7 @@ class GenericStore:
     def delete(self, name: str) -> None:
         self._folder.remove(self._path(name))
 
-    def retire(self, name: str) -> None:
-        self.delete(name)
+    retire = delete
 
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> GenericUpload:
         path, temporary = self._path(name), self._temporary_path(write_id, name)

@@ -93,8 +93,7 @@ class S3Store:
     def delete(self, name: str) -> None:
         self.bucket.delete(self._key(name))
 
-    def retire(self, name: str) -> None:
-        self.delete(name)
+    retire = delete
 
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> S3Upload:
         """Start a multipart upload, even of a small image: one path, always tested."""
