@@ -6,7 +6,6 @@
 
 run_drill, kill_plan                  runs the script twice, with kills drawn from a seed, and reports progress
 drill_run, torchrun_run               one run: `holdfast run`, with mpirun or with torchrun
-findings, batches                     the finding of each kill; the batches that a resumed run trained on
-seeding                               the calls that make a script deterministic, if its runs differ before any kill
-compare, measured_times, values       compares checkpoints value by value; ignores times measured by a clock
+findings, batches                     the finding of each kill; the batches of two runs
+compare, values                       compares checkpoints value by value; ignores times measured by a clock
 """

@@ -1,25 +1,41 @@
 """Compares the checkpoints of two runs step by step, and names the values that differ.
 
 Tensors are compared by the CRCs in the manifests, so nothing large is read. Only differing `PerRank` values and plain
-values are read, to name the difference. Times measured by a clock do not count as differences (`measured_times.py`).
+values are read, to name the difference. Times measured by a clock do not count as differences:
+
+    trainer/json/log_history/5/eval_runtime             measured
+    trainer/json/log_history/5/eval_samples_per_second  measured
+    trainer/json/log_history/5/eval_loss                not
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.image.manifest import EntryRecord, Manifest, TensorRecord
 from holdfast.store.base import Store
-from operator_side.drill.measured_times import is_measured
 from operator_side.drill.values import read_per_rank_values, read_values
 
 _PICKLE = "data.pkl"
 _SHOWN_CHARACTERS = 60
 _CRC = "CRC "
 _NUMBER = re.compile(r"(?<=/)\d+(?=/)")  # the index of a log entry
+# Only values in logs are judged by their names: `time` in another part of the state may be training data.
+_LOGS = re.compile(
+    r"logs?|logged|logger|history|histories|metrics|perf(ormance)?|timers?|timings?|throughput|speed"
+)
+_TIMES = re.compile(
+    r"times?|runtime|walltime|wallclock|clock|date|datetime|timestamps?|sec(ond)?s?|s|[mu]s|msec|minutes|hours|elapsed|"
+    r"durations?|latency|eta|throughput|speed|mfu|tflops|[stfq]ps"
+)
+_COUNTED = re.compile(r"time_?steps?")
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+# In Trainer's entries: means over the steps since the last entry, or since the process began. A neighbour in the same
+# entry identifies each.
+_OF_THE_PROCESS = {"train_loss": "train_runtime", "loss": "grad_norm"}
 
 
 class Difference(NamedTuple):
@@ -141,3 +157,19 @@ def _read(store: Store, manifest: Manifest, entry: EntryRecord) -> bytes:
     data = bytearray(entry.nbytes)
     store.read_into(manifest.file, entry.offset, memoryview(data))
     return bytes(data)
+
+
+def is_measured(path: str, siblings: Collection[str]) -> bool:
+    """Whether the value is in a log, and is a time, a speed or a mean since the process began."""
+    place, _, name = path.rpartition("/")
+    if name == "elapsed" or "time_elapsed" in path.split("/"):  # Lightning's Timer
+        return True
+    if not _any_word(place, _LOGS):
+        return False
+    if name in _OF_THE_PROCESS:
+        return f"{place}/{_OF_THE_PROCESS[name]}" in siblings
+    return _any_word(name, _TIMES) and not _COUNTED.search(name.lower())
+
+
+def _any_word(text: str, kind: re.Pattern[str]) -> bool:
+    return any(kind.fullmatch(word.lower()) for word in _WORDS.findall(text))

@@ -26,7 +26,7 @@ from holdfast.process import parent_of, running_processes
 from holdfast.supervised import DIARY_VARIABLE
 from holdfast.telemetry.event_follower import Follower
 from operator_side.drill.kill_plan import Kill, KillTarget
-from operator_side.supervise.attempt import processes_of_session
+from operator_side.supervise.job_processes import processes_of_session
 from operator_side.supervise.supervisor import job_environment
 from operator_side.supervise.tied import tied_command
 

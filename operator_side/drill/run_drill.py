@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.store import open_store
-from operator_side.drill.batches import explain_different_batches
+from operator_side.drill.batches import advice_on_seeding, explain_different_batches
 from operator_side.drill.compare import FileComparison, compare, constants
 from operator_side.drill.drill_run import DrillRun, DrillSetup, sleep_briefly
 from operator_side.drill.findings import (
@@ -27,7 +27,6 @@ from operator_side.drill.findings import (
     shortened,
 )
 from operator_side.drill.kill_plan import GiveNotice, Kill, KillSequence, KillTarget, SendKill, plan_kills
-from operator_side.drill.seeding import advice_on_seeding
 from operator_side.drill.torchrun_run import TorchrunRun
 
 PROGRESS_SECONDS = 10.0  # between two lines of progress
