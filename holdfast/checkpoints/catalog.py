@@ -20,8 +20,13 @@ from dataclasses import dataclass
 
 from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.lease import plain_names_are_first
-from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, newest_first, step_of
-from holdfast.checkpoints.old_slices import describe_old_slices
+from holdfast.checkpoints.manifest_order import (
+    ListedManifest,
+    describe_old_slices,
+    manifests_in,
+    newest_first,
+    step_of,
+)
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import MANIFEST_BYTES_MAX, Manifest, State, manifest_name

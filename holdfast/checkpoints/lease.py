@@ -42,8 +42,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.checkpoints.branches import rewind_attempt
 from holdfast.checkpoints.identity import Identity
-from holdfast.checkpoints.manifest_order import manifests_in, newest_first
-from holdfast.checkpoints.old_slices import old_slices
+from holdfast.checkpoints.manifest_order import manifests_in, newest_first, old_slices
 from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest
 from holdfast.sealed import seal, unseal

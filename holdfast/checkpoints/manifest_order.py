@@ -6,12 +6,15 @@
 Older versions gave later attempts the plain name, too. In a run that one of them may have written, the first bytes of
 each plain manifest are read: a small request, without parsing. They only decide the order in which manifests are read:
 each is checked whole before it is used.
+
+Slices that the ranks of an older holdfast left under `slices/` are found by their names, and never read or removed. They
+are not checkpoints, but their attempts count, so that no later attempt gets the same number.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -22,6 +25,7 @@ from holdfast.store.base import ObjectInfo, Store
 
 _NAME = re.compile(r"step-(\d+)(?:-a(\d+))?\.json")
 _HEAD = re.compile(rb'\{"format":"[^"\\]*","run":"(?:[^"\\]|\\.)*","attempt":([1-9]\d{0,17}),')
+_SLICE = re.compile(r"slices/step-(\d{9,19})-a(\d{3,18})-r\d{5,10}of\d{5,10}(?:\.slice|\.seal\.json)")
 _HEAD_BYTES = 4096
 _SMALL_BYTES = 1 << 16
 _WHOLE_BYTES_MAX = 1 << 22  # of a manifest with another tool's formatting, which is read whole
@@ -104,3 +108,23 @@ def _read_attempt(store: Store, info: ObjectInfo) -> int | None:
         if error.retriable:
             raise
         return None
+
+
+def old_slices(objects: Iterable[ObjectInfo]) -> list[CheckpointId]:
+    """Return the checkpoints that have slices in this listing of the run, newest first."""
+    found = (_SLICE.fullmatch(info.name) for info in objects)
+    return sorted({CheckpointId(int(one[2]), int(one[1])) for one in found if one}, reverse=True)
+
+
+def describe_old_slices(url: str, objects: Iterable[ObjectInfo]) -> str:
+    """Return a sentence about steps that the run has only as such slices; empty without such steps."""
+    listed = list(objects)
+    published = {step_of(info.name) for info in manifests_in(listed)}
+    steps = sorted({one.step for one in old_slices(listed)} - published)
+    if not steps:
+        return ""
+    return (
+        f"{url}: this run has {len(steps)} step{'s' if len(steps) > 1 else ''} only as slices written by an older "
+        f"holdfast (the newest: step {steps[-1]}). They are no checkpoints, and nothing restores or removes them: let "
+        f"the command `assemble` of that version make files of them, or remove {url}/slices/"
+    )

@@ -17,7 +17,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoints.old_slices import describe_old_slices
+from holdfast.checkpoints.manifest_order import describe_old_slices
 from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.crc import combine, crc32
 from holdfast.errors import DamageError, HoldfastError
