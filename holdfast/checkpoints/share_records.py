@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from holdfast.checkpoints.identity import Identity
-from holdfast.checkpoints.publish import FinishedImage
+from holdfast.checkpoints.publish import FinishedImage, exists
 from holdfast.errors import DamageError, PeerLost, ProtocolError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
@@ -244,7 +244,9 @@ class ShareRecords:
         if index == 0:
             self._write(name, void)
         # Some servers ignore that a creation is exclusive, so look first.
-        elif self._read_void(name) is None and (self._exists(name) or not self._create(name, void)):
+        elif self._read_void(name) is None and (
+            exists(self._store, self._prefix + name) or not self._create(name, void)
+        ):
             return False
         self._create("void", void)
         return True
@@ -263,13 +265,6 @@ class ShareRecords:
 
     def _create(self, name: str, record: _Record) -> bool:
         return self._store.create(self._prefix + name, seal(record.model_dump_json().encode(), _CRC_FIELD))
-
-    def _exists(self, name: str) -> bool:
-        try:
-            self._store.size(self._prefix + name)
-        except StoreMissing:
-            return False
-        return True
 
     def _read_void(self, name: str) -> ShareVoid | None:
         try:
@@ -301,10 +296,8 @@ class ShareRecords:
 def combine_seals(
     start: ShareStart, seals: Sequence[ShareSeal], index: LayoutIndex, shares: Shares
 ) -> FinishedImage:
-    """Return the facts about an image whose shares are all sealed. `seals`: of each share, in order.
-
-    Raises:
-        ProtocolError: A seal is of another write, layout or share, or one is missing; nothing may be published.
+    """Return the facts about an image whose shares are all sealed. `seals`: of each share, in order. Raises
+    `ProtocolError`: a seal is of another write, layout or share, or one is missing; nothing may be published.
     """
     for number, one in enumerate(seals):
         one.require_same_write(start, number)

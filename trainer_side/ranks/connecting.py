@@ -118,7 +118,6 @@ class Connector:
         sock: AnySocket = socket.create_connection(self.address, timeout=_seconds_left(deadline))
         try:
             if self._tls is not None:
-                assert isinstance(sock, socket.socket)
                 sock = self._tls.wrap(sock, self.address)
             return self._handshake(sock, channel, received, resuming, deadline)
         except BaseException:
