@@ -12,12 +12,14 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from holdfast.command.examples import examples
+from holdfast.command.output import print_stderr
 from holdfast.errors import ConfigError, FencedError, NotDurable, StoreError, StoreMissing, help_for
 from holdfast.notify.notify_options import notify_options
 from operator_side.commands import options as option
@@ -211,9 +213,6 @@ def _make_supervisor(
         now=time.monotonic(),
     )
 
-    def line(launch: Launch) -> list[str]:
-        return _mpirun(launch, command, config, events, options)
-
     def final_check(verdict: Verdict) -> Verdict:
         is_done = verdict.cause is Cause.DONE
         return _check_durable(verdict, core.newest_step, config.store) if is_done else verdict
@@ -221,6 +220,7 @@ def _make_supervisor(
     shares = range(options["stagers"])
     rings = tuple(runtime_directory(config.store, config.runtime_dir, share=share) for share in shares)
     files = RunFiles(rings, logs, events)
+    line = partial(_mpirun, command=command, config=config, events=events, options=options)
     job = JobProcesses(line, job_environment(), files, _relay)
     watch = FleetWatch(fleet, options["poll_seconds"])
     return Supervisor(core, job, watch, files, final_check=final_check, on_event=notifier.notify), job
@@ -228,13 +228,14 @@ def _make_supervisor(
 
 def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
     """Return the exit code of this command; print why it is not 0."""
-    from holdfast.command.output import print_stderr
     from operator_side.supervise.verdict import Cause, error_class
 
     error = error_class(verdict.exception)
     if verdict.exit_code:
         stopped = verdict.cause is Cause.STOPPED
-        _print_failure(verdict.message, [] if stopped else job.log_excerpt(verdict), logs)
+        for line in [] if stopped else job.log_excerpt(verdict):
+            print_stderr(line)
+        print_stderr(f"holdfast run: {verdict.message}; logs: {logs}")
         if not stopped:
             print_stderr(f"help: {help_for(getattr(error, 'code', 'run'))}")
     # Python exits with 1 after any exception; holdfast's own classes have their own exit codes.
@@ -279,7 +280,7 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
         over = {"role": "supervisor", "event": "over", "cause": cause.value}
         notifier.notify({**over, "message": message or f"the job ended with exit code {code}"})
     if code and message:
-        _print_failure(message, [], logs)
+        print_stderr(f"holdfast run: {message}; logs: {logs}")
     return code
 
 
@@ -289,14 +290,6 @@ def _notifier(options: dict[str, Any], store: str) -> Notifier:
     from holdfast.notify.notify_options import destinations
 
     return Notifier(destinations(options["notify"], options["notify_command"]), run=store)
-
-
-def _print_failure(message: str, words: Sequence[str], logs: Path) -> None:
-    from holdfast.command.output import print_stderr
-
-    for word in words:
-        print_stderr(word)
-    print_stderr(f"holdfast run: {message}; logs: {logs}")
 
 
 def _fleet(options: dict[str, Any]) -> Fleet:
@@ -423,12 +416,12 @@ def _stager_arguments(config: StagerConfig, events: Path, options: dict[str, Any
     settings = option.parse_settings(options["settings"])
     found: list[str] = []
     for name, value in {**settings, "store": config.store, "events": str(events)}.items():
-        given = f"--{name.replace('_', '-')}"
+        option_name = name.replace("_", "-")
         if name in {"verify", "linger", "reuse", "create"}:
             yes = value.lower() in {"1", "true", "yes", "on"}
-            found.append(given if yes else given.replace("--", "--no-", 1))
+            found.append(f"--{option_name}" if yes else f"--no-{option_name}")
         else:
-            found += [given, value]
+            found += [f"--{option_name}", value]
     return found
 
 
@@ -446,8 +439,6 @@ def _pause_seconds(number: int) -> float:
 
 def _relay(stream: str, text: str) -> None:
     out = sys.stdout if stream == "stdout" else sys.stderr
-    try:
+    with contextlib.suppress(OSError, ValueError):  # the reader is gone; the log files have the text
         out.write(text + "\n")
         out.flush()
-    except (OSError, ValueError):  # the reader of this stream is gone; the log files have the text
-        pass

@@ -55,10 +55,8 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int | None) 
     for manifest, name, fault in _choose(catalog, target, check_all=check_all):
         report = _verify(catalog, manifest, threads, quiet=as_json) if manifest else None
         documents.append(_document(name, manifest, report, fault))
-        if report is not None and not report.ok:
-            faults.append(report.summary())
-        elif report is None:
-            faults.append(fault)
+        if report is None or not report.ok:
+            faults.append(fault if report is None else report.summary())
         if not as_json:
             _print(name, report, manifest)
     if as_json:
