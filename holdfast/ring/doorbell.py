@@ -26,6 +26,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -278,11 +279,8 @@ class Listener:
 
 def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
     """Connect to the flusher whose socket is `path`, without sending anything. The stager's end. `wait_seconds`: how
-    long to wait for the socket to appear.
-
-    Raises:
-        PeerLost: No process listens there.
-        ProtocolError: The listener is another user's process.
+    long to wait for the socket to appear. Raises `PeerLost`: no process listens there; `ProtocolError`: the listener is
+    another user's process.
     """
     deadline = time.monotonic() + wait_seconds
     while True:
@@ -305,19 +303,14 @@ def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
         time.sleep(_RETRY_SECONDS)
 
 
-class _short_path:  # noqa: N801 (reads as a function)
+@contextlib.contextmanager
+def _short_path(path: Path) -> Iterator[str]:
     """A name for `path` that fits the 107 bytes of a unix socket address, however deep its directory lies."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = -1
-
-    def __enter__(self) -> str:
-        self._fd = os.open(self._path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._fd}/{self._path.name}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
 
 
 def _check_peer(connection: socket.socket) -> int:

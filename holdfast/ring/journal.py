@@ -93,8 +93,7 @@ class Header(NamedTuple):
 
     def checked(self, source: str) -> Header:
         """Return this header if every field is in range. Raises a `ProtocolError` that names `source` and the field."""
-        page_multiple = self.chunk_bytes % _PAGE_BYTES == 0
-        if not 0 < self.chunk_bytes <= CHUNK_BYTES_MAX or not page_multiple:
+        if not 0 < self.chunk_bytes <= CHUNK_BYTES_MAX or self.chunk_bytes % _PAGE_BYTES:
             raise ProtocolError(
                 f"{source}: chunk_bytes {self.chunk_bytes}, expected a multiple of {_PAGE_BYTES}"
             )
@@ -106,14 +105,9 @@ class Header(NamedTuple):
 
 
 class Journal:
-    """Reads and writes the records in mapped memory.
-
-    Args:
-        memory: The whole journal file, mapped shared; it may have room for more records than there are slots.
-        source_files: The files for sources that do not fit into a record.
-
-    Raises:
-        ProtocolError: The header is not one of ours.
+    """Reads and writes the records in mapped memory. `memory`: the whole journal file, mapped shared; it may have room for
+    more records than there are slots. `source_files`: for sources that do not fit into a record. Raises
+    `ProtocolError`: the header is not one of ours.
     """
 
     def __init__(self, memory: mmap.mmap, source: str, source_files: SourceFiles) -> None:
@@ -213,9 +207,8 @@ class Journal:
         return SlotRecord(slot, state) if state is SlotState.FREE else self._read(slot, state)
 
     def remains(self, slot: int) -> SlotRecord | None:
-        """Return the chunk in a FULL slot, or the last one that is still in a FREE slot; None without a whole chunk.
-
-        For the stager, which alone fills slots: the answer stays true until it does.
+        """Return the chunk in a FULL slot, or the last one that is still in a FREE slot; None without a whole chunk. For
+        the stager, which alone fills slots: the answer stays true until it does.
         """
         state = self.state(slot)
         if state is SlotState.FILLING:

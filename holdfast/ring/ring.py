@@ -25,6 +25,7 @@ import mmap
 import os
 import re
 import secrets
+import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,11 +41,7 @@ from holdfast.ring.checkpoint_record import (
     checkpoint_path,
     read_checkpoint,
 )
-from holdfast.ring.directory import (
-    check_private_directory,
-    make_private_directory,
-    open_private_file,
-)
+from holdfast.ring.directory import check_private_directory, make_private_directory, open_private_file
 from holdfast.ring.doubts import DOUBTS_NAME
 from holdfast.ring.journal import RING_CHUNKS_MAX, Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
@@ -65,12 +62,8 @@ _SPARE_BYTES = 16 << 20  # layouts and checkpoint files lie in the same memory
 
 class Ring:
     """One run's ring, mapped into this process. Get one by `create` or `attach`. Any thread may use slots; one thread
-    at a time may change a slot's state.
-
-    Attributes:
-        chunk_bytes: Size of a slot. `ring_chunks`: how many slots this process has mapped.
-        token: Random, in the stager's file, if this process is the stager that holds the ring: identifies this very
-            ring.
+    at a time may change a slot's state. `ring_chunks`: how many slots this process has mapped. `token`: random, in the
+    stager's file, if this process is the stager that holds the ring: identifies this very ring.
     """
 
     def __init__(self, directory: Path, journal: mmap.mmap, ring_fd: int) -> None:
@@ -96,11 +89,8 @@ class Ring:
         cls, directory: Path, *, chunk_bytes: int, ring_chunks: int, attempt: int, room_chunks: int = 0
     ) -> Ring:
         """Make a new ring, all slots FREE, its memory touched. Flusher only. `chunk_bytes`: a multiple of 4096.
-        `room_chunks`: how many slots it may grow to, if more than `ring_chunks`.
-
-        Raises:
-            ConfigError: The directory is not private to this user or already holds a ring, or memory has too little
-                room.
+        `room_chunks`: how many slots it may grow to, if more than `ring_chunks`. Raises `ConfigError`: the directory is
+        not private to this user or already holds a ring, or memory has too little room.
         """
         header = Header(chunk_bytes, ring_chunks, attempt).checked(f"new ring in {directory}")
         room = header._replace(ring_chunks=min(max(ring_chunks, room_chunks), RING_CHUNKS_MAX))
@@ -136,11 +126,9 @@ class Ring:
 
     @classmethod
     def attach(cls, directory: Path) -> Ring:
-        """Map a ring that a flusher made. For the stager, tools, and a flusher that takes over a dead one's ring.
-
-        Raises:
-            ConfigError: The directory or its files are not private to this user, or there is no ring.
-            ProtocolError: The journal is damaged.
+        """Map a ring that a flusher made. For the stager, tools, and a flusher that takes over a dead one's ring. Raises
+        `ConfigError`: directory or files are not private to this user, or there is no ring; `ProtocolError`: the
+        journal is damaged.
         """
         try:
             check_private_directory(directory)
@@ -188,12 +176,7 @@ class Ring:
 
     def allocate(self, ring_chunks: int) -> None:
         """Take memory for `ring_chunks` slots; they are not part of the ring before `add_slots`. Flusher only, any
-        thread.
-
-        If the flusher dies after this, the ring file is longer than the journal says, which is harmless.
-
-        Raises:
-            OSError: There is too little memory.
+        thread. Raises `OSError`: too little memory.
         """
         header = self._journal.header._replace(ring_chunks=ring_chunks)
         journal_fd = open_private_file(self.directory / "journal", os.O_RDWR)
@@ -209,11 +192,7 @@ class Ring:
         self.refresh_slots()
 
     def refresh_slots(self) -> range:
-        """Map the slots that the flusher has added since the last call, and return them.
-
-        Raises:
-            ProtocolError: The journal is damaged.
-        """
+        """Map the slots that the flusher has added since the last call, and return them. Raises `ProtocolError`."""
         first = self.ring_chunks
         self._journal.refresh_slots()
         if self._journal.ring_chunks > first:
@@ -223,8 +202,6 @@ class Ring:
     def use_huge_pages(self, ring_chunks: int, should_stop: Callable[[], bool]) -> int:
         """Move the ring into huge pages, from which direct writes are faster; return how many bytes are in them. Any
         thread. `ring_chunks`: how many slots have memory, including those that are not part of the ring yet.
-
-        Slots may be used meanwhile. It takes seconds for each GiB that is moved.
         """
         return use_huge_pages(self._ring_fd, ring_chunks * self.chunk_bytes, should_stop)
 
@@ -253,14 +230,11 @@ class Ring:
         """Remove all that a ring put into `directory`, but not the directory. Flusher only. `keep_doubts`: leave the
         file of doubted steps, whose manifests are not marked yet.
         """
-        names = {"ring", "journal", "identity", SET_ASIDE_NAME, DOUBTS_NAME, PROOFS_NAME} - (
-            {DOUBTS_NAME} if keep_doubts else set()
-        )
+        kept = {DOUBTS_NAME} if keep_doubts else set()
+        names = {"ring", "journal", "identity", SET_ASIDE_NAME, DOUBTS_NAME, PROOFS_NAME} - kept
+        beginnings = ("checkpoint-", "flush-", "layout-", "sources-", "stager-", "writers-", ".new-")
         for path in directory.iterdir():
-            known = path.name in names or path.name.startswith(
-                ("checkpoint-", "flush-", "layout-", "sources-", "stager-", "writers-", ".new-")
-            )
-            if known:
+            if path.name in names or path.name.startswith(beginnings):
                 path.unlink(missing_ok=True)
 
     # -- slots ---------------------------------------------------------------------------------------------------
@@ -363,10 +337,7 @@ class Ring:
         return self._journal.record(slot)
 
     def remains(self) -> list[SlotRecord]:
-        """Return every chunk that can still be read, in slots that are FULL, or FREE and not refilled. Stager only.
-
-        Bytes of a FREE slot are right until the stager marks it FILLING.
-        """
+        """Return every chunk that can still be read, in slots that are FULL, or FREE and not refilled. Stager only."""
         found = (self._journal.remains(slot) for slot in range(self.ring_chunks))
         return [record for record in found if record is not None]
 
@@ -398,10 +369,7 @@ class Ring:
         return read_checkpoint(self.directory, attempt, step)
 
     def checkpoint_ids(self) -> list[CheckpointId]:
-        """Return the ids of all checkpoint files, oldest first, without reading them.
-
-        [] once the flusher has removed the ring, as it may when it ends.
-        """
+        """Return the ids of all checkpoint files, oldest first; [] once the flusher has removed the ring."""
         return checkpoint_ids(self.directory)
 
     def has_progress(self, attempt: int, step: int) -> bool:
@@ -454,8 +422,7 @@ class Ring:
 
 
 def _check_room(directory: Path, needed_bytes: int) -> None:
-    found = os.statvfs(directory)
-    free_bytes = found.f_bavail * found.f_frsize
+    free_bytes = shutil.disk_usage(directory).free
     if free_bytes < needed_bytes:
         raise ConfigError(
             f"{directory}: the ring needs {needed_bytes} bytes of memory there, {free_bytes} bytes are free; lower "

@@ -18,13 +18,8 @@ _NAME = "keeper"
 
 
 class RingKeeper:
-    """Keeps a run's ring until `close` or the end of this process. Several keepers may exist.
-
-    Args:
-        directory: The run's runtime directory; made if missing.
-
-    Raises:
-        ConfigError: The directory is not private to this user.
+    """Keeps a run's ring until `close` or the end of this process. Several keepers may exist. `directory`: the run's
+    runtime directory; made if missing. Raises `ConfigError`: it is not private to this user.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -6,6 +6,7 @@ its `CheckpointId.label`, appended by one write: a line without its end is still
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -18,12 +19,7 @@ _BYTES_MAX = 1 << 16
 
 
 def record_set_aside(directory: Path, key: CheckpointId) -> None:
-    """Append one.
-
-    Raises:
-        ConfigError: The file is not ours.
-        StoreError: The machine lacks something, such as room.
-    """
+    """Append one. Raises `ConfigError`: the file is not ours; `StoreError`: the machine lacks something, such as room."""
     path = directory / SET_ASIDE_NAME
     try:
         fd = open_private_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -49,8 +45,6 @@ def read_set_aside(directory: Path) -> list[CheckpointId]:
         os.close(fd)
     found = []
     for line in lines:
-        try:
+        with contextlib.suppress(ValueError):
             found.append(CheckpointId.from_label(line))
-        except ValueError:
-            continue
     return found

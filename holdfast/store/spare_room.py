@@ -100,10 +100,9 @@ class SpareFile:
         """Remove the kept file; return whether there was one."""
         with self._lock:
             spare, self._spare = self._spare, None
-        if spare is None:
-            return False
-        spare.unlink(missing_ok=True)
-        return True
+        if spare is not None:
+            spare.unlink(missing_ok=True)
+        return spare is not None
 
 
 def _is_ours_alone(descriptor: int, *, like: int) -> bool:
@@ -124,10 +123,7 @@ def _is_ours_alone(descriptor: int, *, like: int) -> bool:
 
 def writes_in_place(directory: Path) -> bool:
     """Whether files there are overwritten in place, and opened through this machine's kernel alone: ext4 and XFS."""
-    statfs = getattr(ctypes.CDLL(None, use_errno=True), "statfs", None)
-    if statfs is None or not hasattr(fcntl, "F_SETLEASE"):
-        return False
     answer = ctypes.create_string_buffer(_STATFS_BYTES)
-    if statfs(os.fsencode(directory), answer) != 0:
+    if ctypes.CDLL(None).statfs(os.fsencode(directory), answer) != 0:
         return False
     return ctypes.c_long.from_buffer(answer).value in (_EXT, _XFS)

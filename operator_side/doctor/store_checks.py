@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
@@ -142,8 +143,7 @@ def _directory(root: Path, plan: CheckPlan) -> Iterator[Finding]:
         yield _clock_finding("its directory", skew_seconds)
     finally:
         path.unlink(missing_ok=True)
-    found = os.statvfs(root)
-    free_bytes = found.f_bavail * found.f_frsize
+    free_bytes = shutil.disk_usage(root).free
     yield Finding.from_condition(
         "store room",
         free_bytes >= 4 * plan.ring_bytes,
