@@ -93,7 +93,11 @@ def run_drill(
             ended, new = reference.poll()
             progress.update(new["diary"], time.monotonic())
             sleep_briefly(deadline)
-        _check_succeeded(reference)
+        if reference.exit_code:
+            raise ConfigError(
+                f"the script failed without any kill, with exit code {reference.exit_code}; fix it first. Its last "
+                f"output:\n{reference.output_before_failure()}"
+            )
     steps = [line["step"] for line in reference.lines["diary"] if "step" in line]
     if not steps:
         raise ConfigError(
@@ -118,14 +122,6 @@ def run_drill(
     return outcome
 
 
-def _check_succeeded(run: DrillRun) -> None:
-    if run.exit_code:
-        raise ConfigError(
-            f"the script failed without any kill, with exit code {run.exit_code}; fix it first. Its last output:\n"
-            f"{run.output_before_failure()}"
-        )
-
-
 def run_with_kills(
     run: DrillRun,
     kills: list[Kill],
@@ -136,13 +132,8 @@ def run_with_kills(
     steps: int,
     comparable: Collection[int],
 ) -> list[ExecutedKill]:
-    """Follow a run to its end and kill it as planned. Return the kills that were carried out, in order.
-
-    No kill comes before the run has staged a checkpoint to resume from, nor, after a kill, before one of the steps
-    `comparable`, which the reference has saved.
-
-    Raises:
-        PeerLost: The drill took too long, or there was no process to kill.
+    """Follow a run to its end and kill it as planned. Return the kills that were carried out, in order. `comparable`: as
+    for `KillSequence`. Raises `PeerLost`: the drill took too long, or there was no process to kill.
     """
     sequence = KillSequence(kills, notice_seconds=notice_seconds, comparable=comparable)
     progress = RunProgress("the run with kills", report, time.monotonic(), steps=steps)
@@ -221,11 +212,9 @@ def _judge(
         status=drilled.lines["status"],
         files=[one for one in outcome.files if one.step > first],
     )
-    why = (
-        "the run had already ended"
-        if any(map(_is_staged, drilled.lines["events"]))
-        else "no checkpoint was staged before the end of the run; give the script more steps"
-    )
+    why = "no checkpoint was staged before the end of the run; give the script more steps"
+    if any(map(_is_staged, drilled.lines["events"])):
+        why = "the run had already ended"
     for kill in outcome.planned[len(executed) :]:
         outcome.wrong.append(f"kill {kill.number} ({kill.description}) never came: {why}")
     if not outcome.before:

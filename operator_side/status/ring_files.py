@@ -67,11 +67,8 @@ class RingFiles:
         self._image_bytes: dict[str, int] = {}
 
     def snapshot(self) -> RingSnapshot | None:
-        """Return the state of the ring now; None if there is no ring.
-
-        Raises:
-            ConfigError: The directory belongs to others, or others may write to it.
-            ProtocolError: The journal is damaged, or of another version.
+        """Return the state of the ring now; None if there is no ring. Raises `ConfigError`: the directory belongs to
+        others, or others may write to it; `ProtocolError`: the journal is damaged, or of another version.
         """
         try:
             check_private_directory(self._directory)
@@ -91,10 +88,9 @@ class RingFiles:
         troubles: list[str] = []
         found: list[RingCheckpoint] = []
         for attempt, step in checkpoint_ids(self._directory):
+            of_step = full.get((attempt, step), {})
             try:
-                one = self._checkpoint(
-                    attempt, step, journal.header.chunk_bytes, full.get((attempt, step), {})
-                )
+                one = self._checkpoint(attempt, step, journal.header.chunk_bytes, of_step)
             except HoldfastError as error:
                 troubles.append(str(error))
             else:

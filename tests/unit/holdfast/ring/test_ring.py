@@ -339,7 +339,7 @@ def test_a_base_that_others_may_write_is_refused_unless_sticky(tmp_path: Path) -
 
 def test_too_little_memory_names_needed_and_free(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Small:
-        f_bavail, f_frsize = 10, 4096
+        f_bavail, f_bfree, f_blocks, f_frsize = 10, 10, 10, 4096
 
     monkeypatch.setattr(os, "statvfs", lambda path: Small)
     with pytest.raises(ConfigError, match=r"needs \d+ bytes .* 40960 bytes are free") as caught:
