@@ -118,12 +118,8 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     )
     budget = _budget(options)
     file.settings_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    settings = {
-        **dataclasses.asdict(request),
-        "budget": dataclasses.asdict(budget),
-        "slots": options["slots"],
-    }
-    file.settings_path.write_text(json.dumps(settings))
+    more = {"budget": dataclasses.asdict(budget), "slots": options["slots"]}
+    file.settings_path.write_text(json.dumps(dataclasses.asdict(request) | more))
     raised = machines.up(request, budget, seconds_max=options["wait_seconds_max"])
     lines = _hostfile(raised.trainers, options)
     ranks = len(raised.trainers) * options["slots"]
@@ -248,16 +244,9 @@ def _hostfile(nodes: Sequence[Node], options: dict[str, Any]) -> str:
 
 
 def _document(node: Node) -> dict[str, Any]:
-    return {
-        "id": node.id,
-        "role": node.role,
-        "state": node.state,
-        "type": node.type,
-        "address": node.address,
-        "zone": node.zone,
-        "spot": node.is_spot,
-        "launched": node.launched.astimezone(UTC).isoformat(timespec="seconds"),
-    }
+    fields = {name: getattr(node, name) for name in ("id", "role", "state", "type", "address", "zone")}
+    launched = node.launched.astimezone(UTC).isoformat(timespec="seconds")
+    return {**fields, "spot": node.is_spot, "launched": launched}
 
 
 def _show_nodes(nodes: Sequence[Node]) -> None:

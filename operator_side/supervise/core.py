@@ -139,11 +139,9 @@ class Core:
                 if step >= 0 and of_attempt > 0:
                     attempt.restored_from, attempt.fallback = CheckpointId(of_attempt, step), fallback
                     fields["of_attempt"] = of_attempt
-                how = (
-                    f"every rank has restored step {step}"
-                    if step >= 0
-                    else "no checkpoint to restore, a new run begins"
-                )
+                how = f"every rank has restored step {step}"
+                if step < 0:
+                    how = "no checkpoint to restore, a new run begins"
                 return self._record_mark("restored", how, fields, now)
             case RankStepped(rank, step) if attempt.record_rank(attempt.stepped, rank):
                 return self._handle_training(attempt, step, now)
@@ -163,10 +161,9 @@ class Core:
 
     def _handle_death(self, attempt: AttemptRecord, event: ProcessExited, now: float) -> list[Action]:
         by_supervisor = self.phase is SupervisorPhase.ENDING
-        death = Death(
-            event.rank, event.status, event.exception, by_supervisor, out_of_memory=event.out_of_memory
+        attempt.deaths.append(
+            Death(event.rank, event.status, event.exception, by_supervisor, out_of_memory=event.out_of_memory)
         )
-        attempt.deaths.append(death)
         has_lost_stagers = event.rank >= attempt.ranks and attempt.stagers_ended()
         if attempt.first_death_at is not None or not (event.status or has_lost_stagers):
             return []
@@ -217,9 +214,8 @@ class Core:
                 self._has_logged_waiting = False
                 return [PollFleet()]
             case SupervisorPhase.FINDING:
-                limits = self._limits
-                when = f"within {limits.hosts_seconds_max:g} s"
-                message = f"no hosts for {limits.ranks_min} ranks were found {when}"
+                needed, waited = self._limits.ranks_min, self._limits.hosts_seconds_max
+                message = f"no hosts for {needed} ranks were found within {waited:g} s"
                 return self._finish(Verdict(Cause.LOST, message, "no hosts", exit_code=9))
         return []
 
@@ -286,28 +282,19 @@ class Core:
                 return []  # the fleet watch keeps looking, and keeps requesting hosts
             self._has_logged_waiting = True
             message = f"there are hosts for {ranks} ranks, and at least {limits.ranks_min} are needed; waiting for more"
-            return [
-                Note("waiting", message, {"ranks": ranks}, is_warning=True),
-                PollFleet(limits.ranks - ranks),
-            ]
+            note = Note("waiting", message, {"ranks": ranks}, is_warning=True)
+            return [note, PollFleet(limits.ranks - ranks)]
         self._attempt = AttemptRecord(self._next_attempt, ranks, placed, now, limits.stagers)
         self._resumption.record_mark("launched", now)
         self._next_attempt += 1
         self.phase = SupervisorPhase.RUNNING
+        number = self._attempt.number
         names = None if placed is None else [f"{host.name}:{host.slots}" for host in placed]
-        fields = {
-            "attempt": self._attempt.number,
-            "ranks": ranks,
-            "hosts": names,
-            "newest_step": self.newest_step,
-        }
+        fields = {"attempt": number, "ranks": ranks, "hosts": names, "newest_step": self.newest_step}
         where = "on this machine" if names is None else "on " + ", ".join(names)
         newest = f"newest step {self.newest_step}" if self.newest_step >= 0 else "no checkpoint yet"
-        message = f"attempt {self._attempt.number}: starting {ranks} ranks {where}, {newest}"
-        return [
-            Note("launched", message, fields),
-            Launch(self._attempt.number, ranks, placed, self._suspicion.set_aside),
-        ]
+        note = Note("launched", f"attempt {number}: starting {ranks} ranks {where}, {newest}", fields)
+        return [note, Launch(number, ranks, placed, self._suspicion.set_aside)]
 
     # -- the end of an attempt -------------------------------------------------------------------------------------
 

@@ -148,12 +148,10 @@ def _deaths(outcome: CommandOutcome, job: _Job) -> tuple[Death, ...]:
     if status > _SHELL_SIGNALED:
         # Shells, srun and mpirun exit with 128 + N when signal N has killed their process.
         status = _SHELL_SIGNALED - status
-    ended = [one for one in job.ranks.values() if one.exception]
+    ended = [_Failure(one.rank, max(status, 1), one.pid) for one in job.ranks.values() if one.exception]
     if not ended:
-        return (
-            _death(_Failure(min(one.rank for one in job.ranks.values()), status, outcome.pid), job, outcome),
-        )
-    return tuple(_death(_Failure(one.rank, max(status, 1), one.pid), job, outcome) for one in ended)
+        ended = [_Failure(min(one.rank for one in job.ranks.values()), status, outcome.pid)]
+    return tuple(_death(one, job, outcome) for one in ended)
 
 
 class _Failure(NamedTuple):

@@ -9,6 +9,7 @@ host, as mpirun would.
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import re
 import shutil
@@ -92,12 +93,12 @@ class HostFile(Fleet):
     def list_hosts(self) -> tuple[Host, ...]:
         hosts = self.read()
         with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="probe") as probes:
-            reachable = list(
-                probes.map(lambda host: is_local_host(host.name) or self._is_reachable(host.name), hosts)
-            )
-        return tuple(host for host, is_reachable in zip(hosts, reachable, strict=True) if is_reachable)
+            reachable = probes.map(self._is_reachable, (host.name for host in hosts))
+        return tuple(itertools.compress(hosts, reachable))
 
     def _is_reachable(self, host: str) -> bool:
+        if is_local_host(host):
+            return True
         try:
             done = subprocess.run(
                 [*self._agent, host, "true"],
@@ -169,12 +170,7 @@ def _scontrol(arguments: Sequence[str]) -> str:
 
 
 def _states(text: str) -> dict[str, str]:
-    found = {}
-    for line in text.splitlines():
-        name, state = re.search(r"NodeName=(\S+)", line), re.search(r"State=(\S+)", line)
-        if name and state:
-            found[name[1]] = state[1]
-    return found
+    return dict(re.findall(r"NodeName=(\S+).*?State=(\S+)", text))
 
 
 def _tasks(text: str) -> list[int]:

@@ -56,22 +56,17 @@ def parse_report(text: str) -> messages.Report | None:
         if kind == "began":
             return messages.ProcessStarted(rank, str(fields["host"])[:255])
         if kind == "ended" and type(fields["status"]) is int:
-            return messages.ProcessExited(
-                rank, fields["status"], out_of_memory=fields.get("out_of_memory") is True
-            )
+            is_oom = fields.get("out_of_memory") is True
+            return messages.ProcessExited(rank, fields["status"], out_of_memory=is_oom)
         if kind == "stepped" and type(fields["step"]) is int:
             return messages.RankStepped(rank, fields["step"])
         if kind == "proof" and type(fields["step"]) is int:
             return messages.ResumeCompared(rank, fields["step"], ResumeProof.from_json(fields))
         if kind == "restored" and type(fields["step"]) is int:
-            attempt, fallback = fields.get("attempt", 0), fields.get("before")
+            attempt, before = fields.get("attempt", 0), fields.get("before")
             if type(attempt) is int:
-                return messages.RankRestored(
-                    rank,
-                    fields["step"],
-                    attempt,
-                    None if fallback is None else CheckpointId.from_label(fallback),
-                )
+                fallback = None if before is None else CheckpointId.from_label(before)
+                return messages.RankRestored(rank, fields["step"], attempt, fallback)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return None
@@ -128,9 +123,8 @@ class Output:
             return self.directory / "mpirun.log"
         if rank < self._ranks:
             return self.directory / f"rank-{rank}.log"
-        return self.directory / (
-            "stager.log" if self._stagers == 1 else f"stager-{rank - self._ranks + 1}.log"
-        )
+        number = "" if self._stagers == 1 else f"-{rank - self._ranks + 1}"
+        return self.directory / f"stager{number}.log"
 
     def tail(self, rank: int | None) -> list[str]:
         return list(self._tails.get(rank, ()))[-_SHOWN_LINES:]

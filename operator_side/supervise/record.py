@@ -101,11 +101,7 @@ class AttemptRecord:
         """Whether mpirun, asked to end, is only waiting for hosts that do not answer."""
         # Stagers end last, and run on this machine. After them mpirun forwards nothing more from the surviving hosts.
         ended = {death.rank for death in self.deaths}
-        lost = {
-            rank
-            for rank, host in self.rank_hosts.items()
-            if rank in self.silent_since or host in self.lost_hosts
-        }
+        lost = {r for r, host in self.rank_hosts.items() if r in self.silent_since or host in self.lost_hosts}
         return self.stagers_ended() and not lost <= ended
 
     def reason_to_end(self, limits: Limits, now: float) -> str:
