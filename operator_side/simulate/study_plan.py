@@ -119,14 +119,8 @@ class StudyPlan:
         return None if hours is None else max(1, round(hours * HOUR_US))
 
     def _job(self, nodes: int, target: int | None = None) -> TrainingJob:
-        profile = self.profile
-        return TrainingJob(
-            nodes,
-            self.nodes_min,
-            microseconds(profile.iteration_seconds),
-            microseconds(profile.restart_seconds),
-            target,
-        )
+        times = (self.profile.iteration_seconds, self.profile.restart_seconds)
+        return TrainingJob(nodes, self.nodes_min, *map(microseconds, times), target)
 
     def _advice(self, trace: Trace, job: TrainingJob) -> list[tuple[str, Advice | ConfigError]]:
         found: list[tuple[str, Advice | ConfigError]] = []
@@ -138,8 +132,7 @@ class StudyPlan:
             hazard = Hazard(trace.losses_per_hour, price)
             try:
                 advice = advise(strategy.cost(job.iteration_us), hazard, overhead_max=self.overhead_max)
+                found.append((name, advice))
             except ConfigError as error:  # other strategies may still keep it
                 found.append((name, error))
-            else:
-                found.append((name, advice))
         return found
