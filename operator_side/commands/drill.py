@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -23,11 +23,9 @@ from holdfast.command.output import (
 )
 from holdfast.errors import ConfigError
 from operator_side.commands import options as option
-
-if TYPE_CHECKING:
-    from operator_side.drill.findings import KillFinding
-    from operator_side.drill.run_drill import DrillOutcome
-
+from operator_side.drill.drill_run import DrillSetup
+from operator_side.drill.findings import KillFinding
+from operator_side.drill.run_drill import DrillOutcome, check_folder, run_drill
 
 _FAILED_EXIT_CODE = 1
 
@@ -100,9 +98,6 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
     "files_compared", "files_differ", "constant": [name], "samples": null or {"trained", "skipped", "repeated"},
     "counters": [text], "measured": [name], "wrong": [text]}. `measured` names times, which are not compared.
     """
-    from operator_side.drill.drill_run import DrillSetup
-    from operator_side.drill.run_drill import check_folder, run_drill
-
     given = folder is not None
     folder = folder or Path(tempfile.mkdtemp(prefix="holdfast-drill-"))
     folder = folder.absolute()

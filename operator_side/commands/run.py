@@ -14,25 +14,39 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import click
 
+from holdfast.checkpoints.catalog import Catalog
 from holdfast.command.examples import examples
 from holdfast.command.output import print_stderr
+from holdfast.config import StagerConfig, TrainerConfig
 from holdfast.errors import ConfigError, FencedError, NotDurable, StoreError, StoreMissing, help_for
-from holdfast.notify.notify_options import notify_options
+from holdfast.mpirun import Stagers, mpirun_command
+from holdfast.notify.notifier import Notifier
+from holdfast.notify.notify_options import destinations, notify_options
+from holdfast.ring.directory import run_key, runtime_directory
+from holdfast.store import open_store, require_parent
+from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
+from holdfast.telemetry.event_files import EVENTS_NAME, log_directory
+from operator_side.cluster.fleet import load_fleet
 from operator_side.commands import options as option
-
-if TYPE_CHECKING:
-    from holdfast.config import StagerConfig
-    from holdfast.notify.notifier import Notifier
-    from operator_side.supervise.hosts import Fleet
-    from operator_side.supervise.job_processes import JobProcesses
-    from operator_side.supervise.supervisor import Supervisor
-    from operator_side.supervise.supervisor_messages import Launch
-    from operator_side.supervise.verdict import Verdict
-
+from operator_side.commands.run_with_torchrun import (
+    check_options,
+    print_multi_machine_commands,
+    torchrun_job,
+)
+from operator_side.supervise.core import Core
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
+from operator_side.supervise.hosts import Fleet, HostFile, LocalFleet, Slurm
+from operator_side.supervise.job_processes import JobProcesses, RunFiles
+from operator_side.supervise.kept_stager import KeptStager
+from operator_side.supervise.limits import Limits
+from operator_side.supervise.rank import STAGER, TRAINER
+from operator_side.supervise.supervisor import FleetWatch, Supervisor, job_environment, next_attempt
+from operator_side.supervise.supervisor_messages import Launch
+from operator_side.supervise.verdict import INTERRUPTED, Cause, Verdict, error_class
 
 _FORWARDED = ("HOLDFAST_", "NCCL_", "FI_", "OMP_", "PYTORCH_", "TORCH_")
 # A path on this machine, which the stager gets as an argument; and secrets.
@@ -178,9 +192,6 @@ def _run_mpirun(command: Sequence[str], options: dict[str, Any]) -> int:
 
 def _config(options: dict[str, Any]) -> StagerConfig:
     """Load the stager's settings. Raises `ConfigError`, also if the store's parent directory is missing."""
-    from holdfast.config import StagerConfig
-    from holdfast.store import require_parent
-
     config = StagerConfig.from_sources(store=options["store"], **option.parse_settings(options["settings"]))
     require_parent(config.store, create=config.create)
     return config
@@ -195,14 +206,6 @@ def _make_supervisor(
     notifier: Notifier,
 ) -> tuple[Supervisor, JobProcesses]:
     """Make the supervisor, and the job that it starts."""
-    from holdfast.ring.directory import runtime_directory
-    from holdfast.telemetry.event_files import EVENTS_NAME
-    from operator_side.supervise.core import Core
-    from operator_side.supervise.job_processes import JobProcesses, RunFiles
-    from operator_side.supervise.limits import Limits
-    from operator_side.supervise.supervisor import FleetWatch, Supervisor, job_environment, next_attempt
-    from operator_side.supervise.verdict import Cause
-
     events = config.events or logs / EVENTS_NAME
     given = {one.name: options[one.name] for one in dataclasses.fields(Limits) if one.name in options}
     core = Core(
@@ -228,8 +231,6 @@ def _make_supervisor(
 
 def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
     """Return the exit code of this command; print why it is not 0."""
-    from operator_side.supervise.verdict import Cause, error_class
-
     error = error_class(verdict.exception)
     if verdict.exit_code:
         stopped = verdict.cause is Cause.STOPPED
@@ -243,18 +244,6 @@ def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
 
 
 def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
-    from holdfast.ring.directory import runtime_directory
-    from holdfast.telemetry.event_files import EVENTS_NAME
-    from operator_side.commands.run_with_torchrun import (
-        check_options,
-        print_multi_machine_commands,
-        torchrun_job,
-    )
-    from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
-    from operator_side.supervise.kept_stager import KeptStager
-    from operator_side.supervise.supervisor import job_environment
-    from operator_side.supervise.verdict import INTERRUPTED, Cause, Verdict
-
     check_options(option.parse_settings(options["settings"]))
     config = _config(options)
     logs = _logs(options["logs"], config.store)
@@ -286,15 +275,10 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
 
 def _notifier(options: dict[str, Any], store: str) -> Notifier:
     """Make the notifier for `--notify` and `--notify-command`."""
-    from holdfast.notify.notifier import Notifier
-    from holdfast.notify.notify_options import destinations
-
     return Notifier(destinations(options["notify"], options["notify_command"]), run=store)
 
 
 def _fleet(options: dict[str, Any]) -> Fleet:
-    from operator_side.supervise.hosts import HostFile, LocalFleet, Slurm
-
     chosen = [name for name in ("hosts", "slurm", "cluster") if options[name]]
     if len(chosen) > 1:
         raise ConfigError(
@@ -306,17 +290,12 @@ def _fleet(options: dict[str, Any]) -> Fleet:
     if options["slurm"]:
         return Slurm()
     if options["cluster"]:
-        from operator_side.cluster.fleet import load_fleet
-
         return load_fleet(options["cluster"])
     return LocalFleet()
 
 
 def _logs(given: Path | None, store: str) -> Path:
     if given is None:
-        from holdfast.ring.directory import run_key
-        from holdfast.telemetry.event_files import log_directory
-
         given = log_directory(run_key(store))
     try:
         given.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -347,9 +326,6 @@ def _lock(logs: Path) -> IO[str]:
 
 def _newest_step(store: str) -> int:
     """Return the run's newest step; -1 in an empty run. An unreadable store is an error before anything starts."""
-    from holdfast.checkpoints.catalog import Catalog
-    from holdfast.store import open_store
-
     opened = open_store(store)
     try:
         step = Catalog(opened).highest_good_step()
@@ -362,9 +338,6 @@ def _newest_step(store: str) -> int:
 
 def _check_durable(done: Verdict, step: int, store: str) -> Verdict:
     """Return `done`, or a verdict that `step`, the job's newest, is not durable."""
-    from holdfast.config import TrainerConfig
-    from operator_side.supervise.verdict import Cause, Verdict
-
     try:
         durable = _newest_step(store)
     except StoreError as error:
@@ -383,10 +356,6 @@ def _check_durable(done: Verdict, step: int, store: str) -> Verdict:
 def _mpirun(
     launch: Launch, command: Sequence[str], config: StagerConfig, events: Path, options: dict[str, Any]
 ) -> list[str]:
-    from holdfast.mpirun import Stagers, mpirun_command
-    from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
-    from operator_side.supervise.rank import STAGER, TRAINER
-
     wrapper = [sys.executable, "-P", "-m", "operator_side.supervise.rank"]
     arguments = _stager_arguments(config, events, options)
     stager = [*wrapper, STAGER, sys.executable, "-P", "-m", "holdfast", "stager", *arguments]
