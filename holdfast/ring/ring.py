@@ -46,7 +46,7 @@ from holdfast.ring.doubts import DOUBTS_NAME
 from holdfast.ring.journal import RING_CHUNKS_MAX, Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
 from holdfast.ring.proofs import PROOFS_NAME
-from holdfast.ring.set_aside import SET_ASIDE_NAME
+from holdfast.ring.ring_keeper import SET_ASIDE_NAME
 from holdfast.ring.side_files import (
     SourceFiles,
     read_side_file,

@@ -20,7 +20,7 @@ from typing import Any
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import ENDING_SIGNALS
-from holdfast.ring.set_aside import record_set_aside
+from holdfast.ring.ring_keeper import record_set_aside
 from holdfast.telemetry.event_follower import Follower
 from holdfast.telemetry.events import EventLog
 from operator_side.supervise import supervisor_messages as messages
