@@ -13,9 +13,8 @@
 The number of the claim is the *attempt*: it only grows, and the highest one owns the run. No message is needed when a
 writer loses the lease: one that finds a higher attempt than its own stops (`FencedError`), however long it slept.
 
-A claim also counts the failures of all attempts before it, and the state of its own; no other record of them exists.
-The next writer reads the newest whole claim and adds that attempt to the sums of its own claim. Each attempt is counted
-once, because nobody reads an older claim's sums, even if its writer wakes up and changes them.
+A claim also counts the failures of all attempts before it. The next writer adds the attempt of the newest whole claim to
+its own sums: each attempt is counted once, because nobody reads an older claim's sums.
 
     work: none ── first checkpoint ──► running ── the ranks have left ──► left         counted: its seconds
                                           │ a rank, or the stager, is lost ──► lost    counted: seconds, and a failure

@@ -1,16 +1,9 @@
 """Records in the store by which the writers of one image coordinate: they share nothing else.
 
-    .holdfast/shares/a000007-s000000120.layout    the image's layout, by the lead: a later writer of the run needs it
-                                       .start     file, upload, write-id, by the lead: the others write into it
-                                       .crcs-2    CRCs of the entries' bytes in share 2: for shares that state them
-                                       .seal-2    share 2 is written, its last act; when all are, the lead publishes
-                                       .void      the checkpoint is given up, and why: by a writer that cannot continue
-
     committed ─► all removed      void ─► all but the void removed, which a later commit or the next writer removes
 
-A flusher that gives a checkpoint up first puts the void in the place of its own seal, and only the lead may replace a
-seal with one. The seals alone therefore say whether the checkpoint may be published, and no look for a void is needed
-after them. Each object has its own CRC-32, and is input from outside.
+docs/format.md (Shares) lists the objects. A flusher that gives a checkpoint up first puts the void in the place of its
+own seal, and only the lead may replace a seal with one: the seals alone say whether the checkpoint may be published.
 """
 
 from __future__ import annotations

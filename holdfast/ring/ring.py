@@ -1,19 +1,7 @@
 """The ring: a bounded pool of chunks in shared memory, owned by the flusher, filled by the stager, outliving both.
 
-    <runtime dir>/<run key>/       0700, ours (holdfast/ring/directory.py)
-        ring                       ring_chunks x chunk_bytes, touched once when it is made or grows
-        journal                    what each slot holds (holdfast/ring/journal.py, docs/ring.md)
-        checkpoint-<attempt>-<step>.json    receiving or staged, layout digest, times of the ranks; replaced whole
-        flush-<attempt>-<step>     which parts of it the store has (flusher/progress.py)
-        layout-<digest>            Layout.to_bytes()
-        writers-<attempt>          how many flushers write its checkpoints, if this one is not alone
-        identity                   random: tells this ring from a later one in the same directory
-        stager-<attempt>           locked by the stager of that attempt, with its token
-        sources-<slot>             senders of a chunk that do not fit into its record
-        flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/writer_lease.py)
-
 The flusher makes and removes a ring, and may add slots; a stager or a tool attaches. Nothing here locks: each slot
-state has one writer.
+state has one writer. docs/ring.md lists the files of its directory.
 """
 
 from __future__ import annotations

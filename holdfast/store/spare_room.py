@@ -3,9 +3,7 @@
     retire ─► .holdfast/tmp/spare.…, durably ─► begin: nobody else has it? ─► the next upload's temporary file
                         └── a second one, close ─► removed         └── somebody has ─► removed; new blocks
 
-Overwriting blocks may be much faster than allocating new ones: the file system need not convert reserved extents, and
-the device need not find free blocks (docs/design/004-names-by-attempt.md). Reused files have the advantage that PCcheck
-(Strati et al., ASPLOS 2025, section 3) gets from preallocated slots.
+Overwriting blocks may be much faster than allocating new ones (docs/design/004-names-by-attempt.md).
 
 A process that has the old file open, mapped or linked would see it change; such a file is not reused. The kernel can
 tell, for local file systems only: it grants a write lease only on a file that nobody else has open.

@@ -1,9 +1,5 @@
 """`holdfast drill`: kills a user's own script under `holdfast run` at random points, and checks how it resumes.
 
-    run_drill ── reference run ──► kill_plan (pure): which kill, after which step
-      │  └─ drilled run ── events, status, diary of the ranks ──► kill_plan ── SendKill, GiveNotice ► drilled run
-      └─ findings (pure): resumed, lost, recovery, samples ◄── events, status, diary      compare ◄── both stores
-
 run_drill, kill_plan                  runs the script twice, with kills drawn from a seed, and reports progress
 drill_run, torchrun_run               one run: `holdfast run`, with mpirun or with torchrun
 findings, batches                     the finding of each kill; the batches of two runs
