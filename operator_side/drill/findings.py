@@ -140,14 +140,8 @@ def _add_notice(finding: KillFinding, events: Lines) -> None:
     elif "emergency_staged" in by_event:
         finding.notice = f"step {by_event['emergency_staged'].get('saved_step')} was saved because of it"
     else:
-        reason = next(
-            (
-                str(by_event[name].get("reason"))
-                for name in ("emergency_failed", "emergency")
-                if name in by_event
-            ),
-            "holdfast gave no answer",
-        )
+        answer = by_event.get("emergency_failed", by_event.get("emergency"))
+        reason = "holdfast gave no answer" if answer is None else str(answer.get("reason"))
         finding.notice = f"nothing was saved: {reason}"
         if by_event.get("emergency", {}).get("choice") != "finish":
             finding.wrong.append(f"the notice led to no checkpoint: {reason}")
@@ -156,11 +150,8 @@ def _add_notice(finding: KillFinding, events: Lines) -> None:
 def _assign_files(findings: Sequence[KillFinding], files: Iterable[FileComparison]) -> None:
     """Assign each file to the last kill before it."""
     for one in files:
-        after = [
-            f
-            for f in findings
-            if f.resumed_from is not None and f.kill.after_step < one.step > f.resumed_from
-        ]
+        resumed = [f for f in findings if f.resumed_from is not None and one.step > f.resumed_from]
+        after = [finding for finding in resumed if one.step > finding.kill.after_step]
         if not after:
             continue
         finding = after[-1]

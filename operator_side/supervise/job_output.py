@@ -115,7 +115,10 @@ class Output:
             if report is None:
                 self._write_line(line)
             elif report.rank == line.rank:  # a process may only report on itself
-                found.append(self._with_exception(report))
+                if isinstance(report, messages.ProcessExited) and report.status > 0:
+                    tail = list(self._tails.get(report.rank, ()))
+                    report = report._replace(exception=find_exception(tail))
+                found.append(report)
         return found
 
     def path(self, rank: int | None) -> Path:
@@ -133,11 +136,6 @@ class Output:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-    def _with_exception(self, report: messages.Report) -> messages.Report:
-        if isinstance(report, messages.ProcessExited) and report.status > 0:
-            return report._replace(exception=find_exception(list(self._tails.get(report.rank, ()))))
-        return report
 
     def _write_line(self, line: OutputLine) -> None:
         if line.rank is not None and line.rank >= self._ranks + self._stagers:

@@ -60,15 +60,7 @@ def torchrun_line(
 ) -> list[str]:
     """Command line of a single-machine torchrun, with each rank tied to it from the rank's start."""
     python = [sys.executable, "-u"] if torchrun_arguments(command)[0] != "--no-python" else []
-    line = [
-        sys.executable,
-        "-P",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-    ]
+    line = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     line += ["--max-restarts", str(restarts_max), "--shutdown-timeout", str(math.ceil(grace_seconds))]
     return [*line, "--no-python", *tied_to_any_parent([*python, *command])]
 
@@ -141,10 +133,9 @@ class TorchrunJob:
             self._handle_signals()
             status = self._stager.poll()
             if self._stop_signal:
-                return TorchrunOutcome(
-                    self._signal_code(),
-                    f"ended by {signal_name(self._stop_signal)} before any rank was started",
-                )
+                code = INTERRUPTED if self._stop_signal == signal.SIGINT else 128 + self._stop_signal
+                message = f"ended by {signal_name(self._stop_signal)} before any rank was started"
+                return TorchrunOutcome(code, message)
             if status is not None:
                 return TorchrunOutcome(_code(status), "the stager has ended before any rank was started")
             if time.monotonic() > deadline:
@@ -192,11 +183,9 @@ class TorchrunJob:
         status = self._stager.poll()
         if status is None or self._stop_signal or self._given_up is not None:
             return
-        how = (
-            f"the stager was killed by {signal_name(-status)}"
-            if status < 0
-            else f"the stager ended with {status}"
-        )
+        how = f"the stager ended with {status}"
+        if status < 0:
+            how = f"the stager was killed by {signal_name(-status)}"
         pause_seconds = self._stager.schedule_restart()
         if pause_seconds is None:
             times = self._stager.restarts + 1
@@ -264,9 +253,6 @@ class TorchrunJob:
         if self._torchrun is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._torchrun.send_signal(number)
-
-    def _signal_code(self) -> int:
-        return INTERRUPTED if self._stop_signal == signal.SIGINT else 128 + self._stop_signal
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signals.append(number)
