@@ -117,8 +117,7 @@ class PosixUpload(BaseUpload):
         self._ledger.require_complete()
         nbytes = self._ledger.nbytes
         with translate_errors("publish", self._path, needed_bytes=nbytes, if_missing="lost"):
-            os.ftruncate(self._file, nbytes)  # if it fails, nothing is lost, and its cause can be fixed
-            self._fsync()
+            self._truncate_and_sync(nbytes)
             size_bytes = os.fstat(self._file).st_size
             if size_bytes != nbytes:
                 self._fail(f"has {size_bytes} bytes after sync, {nbytes} were expected; start over")
@@ -256,6 +255,11 @@ class PosixUpload(BaseUpload):
             if new >= 0:
                 os.close(new)
         _log.warning("%s: the file's handle was stale, so the file is opened again", self._path)
+
+    def _truncate_and_sync(self, nbytes: int) -> None:
+        # Unlike a failed sync, a failed truncation loses nothing: its cause can be fixed.
+        os.ftruncate(self._file, nbytes)
+        self._fsync()
 
     def _fsync(self) -> None:
         try:
