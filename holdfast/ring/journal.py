@@ -24,13 +24,14 @@ import mmap
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.crc import crc32
-from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.image.chunks import Source
 from holdfast.image.layout import SOURCES_MAX
-from holdfast.ring.side_files import SourceFiles
+from holdfast.ring.side_files import read_side_file, write_side_file
 
 HEADER_BYTES = 4096
 RECORD_BYTES = 8192
@@ -106,12 +107,12 @@ class Header(NamedTuple):
 
 class Journal:
     """Reads and writes the records in mapped memory. `memory`: the whole journal file, mapped shared; it may have room for
-    more records than there are slots. `source_files`: for sources that do not fit into a record. Raises
-    `ProtocolError`: the header is not one of ours.
+    more records than there are slots. `directory`: the ring's, with the files for sources that do not fit into a record.
+    Raises `ProtocolError`: the header is not one of ours.
     """
 
-    def __init__(self, memory: mmap.mmap, source: str, source_files: SourceFiles) -> None:
-        self._memory, self._source, self._source_files = memory, source, source_files
+    def __init__(self, memory: mmap.mmap, directory: Path) -> None:
+        self._memory, self._directory, self._source = memory, directory, str(directory / "journal")
         self.header = self._read_header()
         self.ring_chunks = self.header.ring_chunks
         self.refresh_slots()
@@ -178,7 +179,7 @@ class Journal:
         if len(ordered) > SOURCES_INSIDE_MAX:
             # Version 2 first: a reader of version 1 alone must not meet a record that it cannot read.
             self._memory[_VERSION_OFFSET] = _VERSION_MORE  # one store: `pack_into` would clear the word first
-            self._source_files.write(slot, pairs[SOURCES_INSIDE_MAX * _PAIR.size :])
+            write_side_file(self._directory / f"sources-{slot}", pairs[SOURCES_INSIDE_MAX * _PAIR.size :])
         inside = pairs[: SOURCES_INSIDE_MAX * _PAIR.size]
         self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + len(inside)] = inside
         raw = _CONTENT.pack(0, len(ordered), nbytes)[4:]
@@ -235,7 +236,7 @@ class Journal:
         inside = min(count, SOURCES_INSIDE_MAX)
         pairs = self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + inside * _PAIR.size]
         if count > inside:
-            pairs += self._source_files.read(slot)
+            pairs += self._read_more_sources(slot)
             self._expect(
                 len(pairs) == count * _PAIR.size,
                 slot,
@@ -246,6 +247,14 @@ class Journal:
         in_order = all(one.rank < other.rank for one, other in itertools.pairwise(sources))
         self._expect(in_order, slot, "its ranks are not ascending")
         return SlotRecord(slot, state, attempt, step, chunk, nbytes, sources)
+
+    def _read_more_sources(self, slot: int) -> bytes:
+        try:
+            return read_side_file(self._directory / f"sources-{slot}")
+        except FileNotFoundError:
+            return b""
+        except ConfigError as error:  # costs the slot, as any damage of its record does
+            raise ProtocolError(str(error)) from error
 
     def _expect(self, holds: bool, slot: int, what: str) -> None:
         if not holds:

@@ -26,7 +26,7 @@ from holdfast.faultpoint import Point, reach
 from holdfast.process import boot_id
 from holdfast.ring.directory import check_private_directory, machine_error, open_private_file
 from holdfast.ring.journal import Journal, SlotRecord, SlotState
-from holdfast.ring.side_files import SourceFiles, read_side_file, stager_lock_path
+from holdfast.ring.side_files import read_side_file, stager_lock_path
 
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 _FIELDS = TypeAdapter(tuple[_Text, Annotated[int, Field(ge=1, lt=2**62)], _Text, _Text])
@@ -76,7 +76,7 @@ class NearRing:
             raise ConfigError(f"{error.filename}: there is no such file on this machine") from error
         except (OSError, ValueError) as error:  # an empty journal cannot be mapped
             raise ConfigError(f"{directory}: the ring cannot be read: {error}") from error
-        self._journal = Journal(memory, str(directory / "journal"), SourceFiles(directory))
+        self._journal = Journal(memory, directory)
         self._slots: dict[tuple[int, int, int], int] = {}
         for slot in range(self._journal.ring_chunks):
             record = self._record(slot)

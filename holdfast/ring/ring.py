@@ -35,13 +35,7 @@ from holdfast.ring.journal import RING_CHUNKS_MAX, Header, Journal, SlotRecord, 
 from holdfast.ring.pages import use_huge_pages
 from holdfast.ring.proofs import PROOFS_NAME
 from holdfast.ring.ring_keeper import SET_ASIDE_NAME
-from holdfast.ring.side_files import (
-    SourceFiles,
-    read_side_file,
-    read_writers,
-    stager_lock_path,
-    write_side_file,
-)
+from holdfast.ring.side_files import read_side_file, read_writers, stager_lock_path, write_side_file
 
 _log = logging.getLogger("holdfast.ring")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -57,7 +51,7 @@ class Ring:
     def __init__(self, directory: Path, journal: mmap.mmap, ring_fd: int) -> None:
         self.directory = directory
         self._journal_map = journal
-        self._journal = Journal(journal, str(directory / "journal"), SourceFiles(directory))
+        self._journal = Journal(journal, directory)
         self.chunk_bytes, self.ring_chunks = self._journal.header.chunk_bytes, 0
         # One map from the start, and one for each growth since: a map that is in use cannot grow.
         self._first_slots: list[int] = []

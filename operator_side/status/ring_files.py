@@ -27,7 +27,7 @@ from holdfast.image.layout import Layout
 from holdfast.ring.checkpoint_record import checkpoint_ids, read_checkpoint
 from holdfast.ring.directory import check_private_directory, open_private_file
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Journal, SlotState
-from holdfast.ring.side_files import SourceFiles, read_side_file, read_writers
+from holdfast.ring.side_files import read_side_file, read_writers
 
 _PART = re.compile(rb'[0-9a-f]{8} \{"part":(\d{1,19}),')
 _PART_BYTES = re.compile(rb'"part_bytes":(\d{1,19})[,}]')
@@ -83,7 +83,7 @@ class RingFiles:
         finally:
             os.close(fd)
         with memory:
-            journal = Journal(memory, str(self._directory / "journal"), SourceFiles(self._directory))
+            journal = Journal(memory, self._directory)
             counts, full = _count(journal, memory)
         troubles: list[str] = []
         found: list[RingCheckpoint] = []
