@@ -52,7 +52,7 @@ class ExitDecision(NamedTuple):
     """How the command ended, and the wrapper's exit code."""
 
     code: int
-    message: str
+    message: str = ""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ host, as mpirun would.
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 import os
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import ConfigError
+from holdfast.net.address import Address
 
 # Command that starts a command on a host; a replacement takes the same arguments: `AGENT HOST COMMAND`.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
@@ -186,12 +186,8 @@ def _tasks(text: str) -> list[int]:
 
 def is_local_host(name: str) -> bool:
     """Whether `name` is this machine, without a DNS look-up."""
-    if name in {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0]}:
-        return True
-    try:
-        return ipaddress.ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    own = socket.gethostname()
+    return name in {own, own.partition(".")[0]} or Address(name.strip("[]"), 0).is_loopback
 
 
 def place_ranks(hosts: Sequence[Host], wanted: int) -> tuple[Host, ...]:

@@ -23,11 +23,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdfast.errors import PeerLost
 from holdfast.process import ENDING_SIGNALS, wait_readable
 from holdfast.telemetry.event_follower import Follower
+from operator_side.supervise.exit_codes import ExitDecision
 from operator_side.supervise.job_output import parse_event
 from operator_side.supervise.kept_stager import KeptStager
 from operator_side.supervise.supervisor_messages import StepDurable, StepStaged
@@ -40,13 +41,6 @@ _POLL_SECONDS = 0.1
 _LISTENS_SECONDS_MAX = 300.0
 _DRAIN_SECONDS_MAX = 600.0
 _SLACK_SECONDS = 15.0  # torchrun kills its ranks at the end of their grace period, and then ends itself
-
-
-class TorchrunOutcome(NamedTuple):
-    """How the job ended. `message`: why, as far as this process knows; empty if `holdfast rank` has said it."""
-
-    exit_code: int
-    message: str = ""
 
 
 def torchrun_arguments(command: Sequence[str]) -> list[str]:
@@ -105,11 +99,13 @@ class TorchrunJob:
         self._signals: list[int] = []
         self._stop_signal = 0  # the first signal that asked the job to end; 0: none
         self._kill_at = math.inf
-        self._given_up: TorchrunOutcome | None = None
+        self._given_up: ExitDecision | None = None
         self._torchrun: subprocess.Popen[bytes] | None = None
 
-    def run(self) -> TorchrunOutcome:
-        """Run the job until none of its processes is left and everything staged is durable."""
+    def run(self) -> ExitDecision:
+        """Run the job until none of its processes is left and everything staged is durable. The message is empty if
+        `holdfast rank` has said why it ended.
+        """
         before = {
             number: signal.signal(number, self._on_signal) for number in (*ENDING_SIGNALS, signal.SIGUSR1)
         }
@@ -126,7 +122,7 @@ class TorchrunJob:
                 signal.signal(number, handler)
         return end
 
-    def _start(self) -> TorchrunOutcome | None:
+    def _start(self) -> ExitDecision | None:
         """Start torchrun once the stager listens. Return the job's end if that fails."""
         deadline = time.monotonic() + _LISTENS_SECONDS_MAX
         while not self._stager.check_listening():
@@ -135,11 +131,11 @@ class TorchrunJob:
             if self._stop_signal:
                 code = INTERRUPTED if self._stop_signal == signal.SIGINT else 128 + self._stop_signal
                 message = f"ended by {signal_name(self._stop_signal)} before any rank was started"
-                return TorchrunOutcome(code, message)
+                return ExitDecision(code, message)
             if status is not None:
-                return TorchrunOutcome(_code(status), "the stager has ended before any rank was started")
+                return ExitDecision(_code(status), "the stager has ended before any rank was started")
             if time.monotonic() > deadline:
-                return TorchrunOutcome(
+                return ExitDecision(
                     PeerLost.exit_code, f"the stager does not listen within {_LISTENS_SECONDS_MAX:g} s"
                 )
             time.sleep(_POLL_SECONDS)
@@ -154,7 +150,7 @@ class TorchrunJob:
         )
         return None
 
-    def _watch(self) -> TorchrunOutcome:
+    def _watch(self) -> ExitDecision:
         assert self._torchrun is not None
         end = os.pidfd_open(self._torchrun.pid)
         try:
@@ -173,10 +169,10 @@ class TorchrunJob:
         if self._given_up is not None:
             return self._given_up
         if self._stop_signal == signal.SIGINT:
-            return TorchrunOutcome(INTERRUPTED, "ended by SIGINT")
+            return ExitDecision(INTERRUPTED, "ended by SIGINT")
         if status < 0 and self._stop_signal:
-            return TorchrunOutcome(128 + self._stop_signal, f"ended by {signal_name(self._stop_signal)}")
-        return TorchrunOutcome(_code(status))
+            return ExitDecision(128 + self._stop_signal, f"ended by {signal_name(self._stop_signal)}")
+        return ExitDecision(_code(status))
 
     def _check_stager(self) -> None:
         self._stager.restart_if_due()
@@ -191,7 +187,7 @@ class TorchrunJob:
             times = self._stager.restarts + 1
             message = f"{how}, {times} times in a row without a newer checkpoint; the ranks are ended"
             _log.error("%s", message)
-            self._given_up = TorchrunOutcome(PeerLost.exit_code if status <= 0 else status, message)
+            self._given_up = ExitDecision(PeerLost.exit_code if status <= 0 else status, message)
             self._terminate_ranks()
             return
         when = f"in {pause_seconds:.1f} s" if pause_seconds else "now"
