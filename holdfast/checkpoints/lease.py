@@ -232,11 +232,9 @@ class Lease:
         the store once, for a caller that retries by itself. Raises `FencedError` if the lease is lost, and `StoreError`
         if that is unknown.
         """
-        store, url, attempt = (
-            self._unretried_store if without_retries else self._store,
-            self._store.url,
-            self.attempt,
-        )
+        store, url, attempt = self._store, self._store.url, self.attempt
+        if without_retries:
+            store = self._unretried_store
         attempts = _list_attempts(store)
         while attempts and attempts[-1] > attempt:
             owner = _read_claim(store, attempts[-1])

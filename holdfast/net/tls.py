@@ -25,9 +25,7 @@ _log = logging.getLogger("holdfast.tls")
 HANDSHAKE_RECORD = b"\x16\x03"  # the first bytes of a connection with TLS
 # A fatal alert, no_application_protocol: a stager without TLS sends it to a TLS client; a stager with TLS never does.
 NO_TLS_HERE = b"\x15\x03\x03\x00\x02\x02\x78"
-_NO_TLS_THERE = (
-    "no application protocol"  # OpenSSL's text of that alert; not every Python has a constant for it
-)
+_NO_TLS_THERE = "no application protocol"  # OpenSSL's text of that alert; not every Python has a constant
 _BYTES_PER_READ_MAX = 1 << 20
 _BYTES_PER_WRITE_MAX = 256 * 1024  # OpenSSL does not report a partial write
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)

@@ -58,9 +58,8 @@ class AlertRateLimiter:
             return None
         self._sent[alert.kind] = now
         count = self._dropped.pop(alert.kind, 0)
-        return (
-            alert._replace(text=f"{alert.text} ({count} more of this kind were not sent)") if count else alert
-        )
+        more = f" ({count} more of this kind were not sent)" if count else ""
+        return alert._replace(text=alert.text + more)
 
 
 class _Sender(threading.Thread):
@@ -132,10 +131,8 @@ class Notifier:
         pauses_seconds: Sequence[float] = PAUSES_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._context, self._is_unsupervised = (
-            {"run": _without_secrets(run), "host": socket.gethostname()},
-            is_unsupervised,
-        )
+        self._context = {"run": _without_secrets(run), "host": socket.gethostname()}
+        self._is_unsupervised = is_unsupervised
         self._rate_limiter, self._clock = AlertRateLimiter(window_seconds), clock
         self._senders = [_Sender(one, pauses_seconds) for one in destinations]
         for sender in self._senders:

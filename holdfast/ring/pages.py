@@ -12,9 +12,7 @@ import mmap
 from collections.abc import Callable
 
 _HUGE_BYTES = 2 << 20
-_FAILURES_MAX = (
-    8  # in a row: a page in use is skipped, but a kernel without huge pages would fail on every page
-)
+_FAILURES_MAX = 8  # in a row: a page in use is skipped, but a kernel without huge pages fails on every page
 # mmap(2), madvise(2), Linux 6.1; Python has no names for them.
 _PROT_NONE, _MAP_FIXED, _MADV_COLLAPSE = 0, 0x10, 25
 

@@ -34,9 +34,7 @@ _PART_BYTES_MIN = 5 << 20
 _PART_BYTES_MAX = 5 << 30
 _PARTS_WANTED = 256  # two for each of 128 connections, so that they end at nearly the same time
 _PART_BYTES_WANTED_MAX = 32 << 20  # larger ones leave connections idle where the ring is small
-_PART_CHUNKS_WANTED_MAX = (
-    4  # a part waits in the ring until it is whole, and the smallest ring has eight chunks
-)
+_PART_CHUNKS_WANTED_MAX = 4  # a part waits in the ring until it is whole; the smallest ring has eight chunks
 _IDLE_SECONDS_MAX = 300.0
 _CLEANUP_FAILURES_MAX = 6
 # An HTTP client asks for 16 KiB at a time, and each costs a turn of Python and a system call. Not the whole view: one

@@ -143,9 +143,9 @@ def _sanitize(value: Any) -> Any:
         return value  # code that uses a dict or list checks its contents
     if isinstance(value, str):
         return as_text(value)
-    return (
-        as_int(value, least=-_WHOLE_MAX) if isinstance(value, int) else as_number(value, least=-_NUMBER_MAX)
-    )
+    if isinstance(value, int):
+        return as_int(value, least=-_WHOLE_MAX)
+    return as_number(value, least=-_NUMBER_MAX)
 
 
 def as_number(value: Any, most: float = _NUMBER_MAX, *, least: float = 0.0) -> float | None:

@@ -133,9 +133,8 @@ class Spans:
                 self._record_failure(event, key, now, fields)
             case "flush_began":
                 self._record_start(key, now)
-                self._flushes[key] = self._begin_phase(
-                    "flush", key, now, {"image_bytes": fields["image_bytes"]}
-                )
+                values = {"image_bytes": fields["image_bytes"]}
+                self._flushes[key] = self._begin_phase("flush", key, now, values)
             case "flush_held" | "flush_resumed":
                 if key in self._flushes:
                     self._flushes[key].add_event(event, {"message": event_text(fields)}, timestamp=_ns(now))
@@ -150,9 +149,8 @@ class Spans:
                 self._record_durable(key, now, fields)
             case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
                 problem = "" if event == "verified" else event_text(fields) or event
-                self._record_phase(
-                    "read_back", key, now - fields["seconds"], now, {"outcome": event}, problem
-                )
+                began = now - fields["seconds"]
+                self._record_phase("read_back", key, began, now, {"outcome": event}, problem)
 
     def _record_durable(self, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         known = CheckpointRow(*key)
@@ -182,10 +180,9 @@ class Spans:
                 at += seconds
 
     def _record_failure(self, outcome: str, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
-        started_at = self._started_at.get(key, now - fields.get("seconds", 0.0))
-        self._end_root(
-            key, started_at, now, {"outcome": outcome, "cause": cause_from(fields)}, event_text(fields)
-        )
+        began = self._started_at.get(key, now - fields.get("seconds", 0.0))
+        values = {"outcome": outcome, "cause": cause_from(fields)}
+        self._end_root(key, began, now, values, event_text(fields))
 
     def _end_flush(self, key: CheckpointId, now: float, problem: str) -> None:
         span = self._flushes.pop(key, None)
@@ -194,31 +191,20 @@ class Spans:
     # -- spans -----------------------------------------------------------------------------------------------------
 
     def _end_root(
-        self,
-        key: CheckpointId,
-        started_at: float,
-        ended_at: float,
-        values: Mapping[str, Any],
-        problem: str = "",
+        self, key: CheckpointId, began: float, ended: float, values: Mapping[str, Any], problem: str = ""
     ) -> None:
         self._started_at.pop(key, None)
         self._ids.chosen = root_ids(self._run, *key)
         try:
-            span = self._begin(_ROOT, key, Context(), started_at, values)
+            span = self._begin(_ROOT, key, Context(), began, values)
         finally:
             self._ids.chosen = None
-        _end(span, ended_at, problem)
+        _end(span, ended, problem)
 
     def _record_phase(
-        self,
-        name: str,
-        key: CheckpointId,
-        started_at: float,
-        ended_at: float,
-        values: Mapping[str, Any],
-        problem: str = "",
+        self, name: str, key: CheckpointId, began: float, ended: float, values: Mapping[str, Any], problem: str = ""
     ) -> None:
-        _end(self._begin_phase(name, key, started_at, values), ended_at, problem)
+        _end(self._begin_phase(name, key, began, values), ended, problem)
 
     def _begin_phase(
         self, name: str, key: CheckpointId, started_at: float, values: Mapping[str, Any]

@@ -47,10 +47,10 @@ class Difference(NamedTuple):
     is_measured: bool = False  # by a clock, so it differs between any two runs
 
     def __str__(self) -> str:
-        short = (
-            max(len(self.was), len(self.became)) <= _SHOWN_CHARACTERS and _CRC not in self.was + self.became
-        )
-        return f"{self.path}: {self.was} became {self.became}" if short else f"{self.path}: its bytes differ"
+        is_short = max(len(self.was), len(self.became)) <= _SHOWN_CHARACTERS
+        if is_short and _CRC not in self.was + self.became:
+            return f"{self.path}: {self.was} became {self.became}"
+        return f"{self.path}: its bytes differ"
 
 
 class FileComparison(NamedTuple):
@@ -85,9 +85,8 @@ def compare(reference: Store, drilled: Store) -> list[FileComparison]:
         if want is None:
             continue
         if got is None or item.fault:
-            found.append(
-                FileComparison(item.step, 0, item.name, (Difference(item.name, "good", item.fault),))
-            )
+            fault = Difference(item.name, "good", item.fault)
+            found.append(FileComparison(item.step, 0, item.name, (fault,)))
             continue
         all_ = list(differences(reference, want, drilled, got))
         measured = frozenset(_NUMBER.sub("*", each.path) for each in all_ if each.is_measured)
@@ -111,9 +110,8 @@ def differences(first: Store, want: Manifest, second: Store, got: Manifest) -> I
     pickles = _pickle(want), _pickle(got)
     if pickles[0].crc32 != pickles[1].crc32:
         before = read_values(_read(first, want, pickles[0]), source=want.file)
-        yield from _value_differences(
-            "", before, read_values(_read(second, got, pickles[1]), source=got.file)
-        )
+        after = read_values(_read(second, got, pickles[1]), source=got.file)
+        yield from _value_differences("", before, after)
 
 
 def _tensor_differences(
@@ -128,10 +126,8 @@ def _tensor_differences(
     if "uint8" in one.dtype and len(one.shape) == 1:  # perhaps a `PerRank` value
         was = read_per_rank_values(_read(first, want, want.entries[one.entry]))
         became = read_per_rank_values(_read(second, got, got.entries[other.entry]))
-        if was is not None and became is not None:
-            yield from _value_differences(
-                f"{path}/", was, became
-            )  # equal values in different bytes are the same state
+        if was is not None and became is not None:  # equal values in different bytes are the same state
+            yield from _value_differences(f"{path}/", was, became)
             return
     yield Difference(path, f"{_CRC}{_size_and_crc(want, one)[1]}", f"{_CRC}{_size_and_crc(got, other)[1]}")
 

@@ -43,9 +43,9 @@ class RestartPolicy:
         if progressed:
             self.restarts = self._same_ends = 0
         self.restarts += 1
-        self._same_ends = (
-            self._same_ends + 1 if verdict.signature == self._signature and self._same_ends else 1
-        )
+        if verdict.signature != self._signature:
+            self._same_ends = 0
+        self._same_ends += 1
         self._signature = verdict.signature
         why = self._reason_to_stop(verdict, progressed, may_set_aside)
         return replace(verdict, message=f"{why}: {verdict.message}") if why else None

@@ -75,9 +75,7 @@ class Death:
 
     @property
     def is_own_fault(self) -> bool:
-        return (
-            self.status > 0 or (self.status < 0 and -self.status in _OWN_FAULTS)
-        ) and not self.by_supervisor
+        return (self.status > 0 or -self.status in _OWN_FAULTS) and not self.by_supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +153,7 @@ def _killed(evidence: Evidence) -> Verdict | None:
     unreported = [rank for rank in evidence.lost_first if rank not in reported]
     if unreported:
         who = _describe_process(unreported[0], evidence)
-        how = (
-            f"{who} died together with the process that reports its end, as when a container or pod is killed"
-        )
+        how = f"{who} died together with the process that reports its end, as when a container or pod is killed"
         return Verdict(Cause.KILLED, how, "killed unreported", None, 128 + signal.SIGKILL)
     if evidence.mpirun_status < 0 and not evidence.give_up_reason:
         how = f"{evidence.launcher} was killed by {signal_name(-evidence.mpirun_status)}"

@@ -27,13 +27,7 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.process import (
-    ENDING_SIGNALS,
-    count_oom_kills,
-    parent_of,
-    set_parent_death_signal,
-    wait_readable,
-)
+from holdfast.process import ENDING_SIGNALS, count_oom_kills, parent_of, set_parent_death_signal, wait_readable
 from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from holdfast.telemetry.event_follower import json_objects
 from operator_side.supervise.exit_codes import CommandOutcome
@@ -78,15 +72,11 @@ class WrappedRank:
             for number in (*_FORWARDED, *_DEFERRED):
                 signal.signal(number, signal.SIG_IGN)
         return CommandOutcome(
-            Path(self._command[0]).name,
-            os.uname().nodename,
-            own_rank(),
-            process.pid,
-            status,
-            frozenset(self._received),
-            reports,
-            self._tail.decode(errors="replace"),
-            count_oom_kills() > killed_before,
+            *(Path(self._command[0]).name, os.uname().nodename, own_rank(), process.pid, status),
+            forwarded=frozenset(self._received),
+            reports=reports,
+            tail=self._tail.decode(errors="replace"),
+            out_of_memory=count_oom_kills() > killed_before,
         )
 
     def _start(self, reports: Path) -> subprocess.Popen[bytes]:
