@@ -89,7 +89,13 @@ class DrillRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _terminate(self._process)
+        if self._process.poll() is None:  # its own children are tied to it
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
         self._output.close()
         for follower in self._followers.values():
             follower.close()
@@ -178,17 +184,6 @@ class DrillRun:
 
 def _last_lines(text: str, count: int) -> str:
     return "\n".join(text.splitlines()[-count:])
-
-
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    """Terminate the process, with SIGKILL if it takes too long; its own children are tied to it."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_SECONDS)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
 
 
 def is_stager(pid: int) -> bool:

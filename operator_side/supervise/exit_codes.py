@@ -114,10 +114,8 @@ def decide_exit_code(outcome: CommandOutcome, *, restarts_max: int) -> ExitDecis
         return ExitDecision(verdict.exit_code, f"{why}: {verdict.message}")
     # 75 needs a preemption, which others report, or another wrapper's 75, or a job that has joined: a job that never
     # joins must not be restarted forever.
-    is_transient = verdict.cause is Cause.PREEMPTED or any(
-        death.status == RETRY_EXIT_CODE for death in deaths
-    )
-    if is_transient or job.joined:
+    has_retry = any(death.status == RETRY_EXIT_CODE for death in deaths)
+    if verdict.cause is Cause.PREEMPTED or has_retry or job.joined:
         return ExitDecision(RETRY_EXIT_CODE, verdict.message)
     return ExitDecision(verdict.exit_code, f"{verdict.message}, before it had joined the job")
 
@@ -181,9 +179,8 @@ def _death(failure: _Failure, job: _Job, outcome: CommandOutcome) -> Death:
     else:
         lost_peer = is_lost_peer(exception.rpartition(".")[2], text)
     lost_peer |= failure.status == RETRY_EXIT_CODE
-    return Death(
-        failure.rank, failure.status, exception, failure.ended_by_torchrun, lost_peer, outcome.out_of_memory
-    )
+    by_other, is_oom = failure.ended_by_torchrun, outcome.out_of_memory
+    return Death(failure.rank, failure.status, exception, by_other, lost_peer, is_oom)
 
 
 def _job(reports: Sequence[dict[str, Any]]) -> _Job:

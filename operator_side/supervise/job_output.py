@@ -7,6 +7,7 @@ mpirun --output tag ─► [1,3]<stderr>: text ─► attempt-002/rank-3.log    
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import deque
@@ -151,22 +152,15 @@ class Output:
         self._relay(line.stream, line.text)
 
 
-def _parse_share(text: object) -> ShareNumber | None:
-    """Parse the share of one of several stagers; None if unreadable."""
-    try:
-        return WHOLE if text is None else ShareNumber.from_text(str(text))
-    except ValueError:
-        return None
-
-
 def parse_event(line: dict[str, Any]) -> messages.LogEvent | None:
     """Translate one line of an event log into an event for the core; None if the core needs none."""
     step, role = line.get("step"), line.get("role")
     if type(step) is int:
         match line.get("event"), role:
             case "staged", "stager":
-                share = _parse_share(line.get("share"))
-                return None if share is None else messages.StepStaged(step, share)
+                share = line.get("share")  # of one of several stagers
+                with contextlib.suppress(ValueError):
+                    return messages.StepStaged(step, WHOLE if share is None else ShareNumber.from_text(str(share)))
             case "durable" | "recovered", "flusher":
                 attempt = line.get("attempt")
                 return messages.StepDurable(step, attempt if type(attempt) is int else 0)
