@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.errors import ConfigError, StoreError
@@ -102,6 +103,16 @@ def check_private_directory(
             f"{what} {directory}: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; "
             f"expected owner {os.geteuid()}, mode 0700; remove it or {advice}"
         )
+
+
+@contextlib.contextmanager
+def private_file(path: Path, flags: int) -> Iterator[int]:
+    """As `open_private_file`, closed at the end of the block."""
+    fd = open_private_file(path, flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def machine_error(path: Path, error: OSError) -> StoreError:

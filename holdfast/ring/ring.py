@@ -29,7 +29,12 @@ from holdfast.ring.checkpoint_record import (
     checkpoint_path,
     read_checkpoint,
 )
-from holdfast.ring.directory import check_private_directory, make_private_directory, open_private_file
+from holdfast.ring.directory import (
+    check_private_directory,
+    make_private_directory,
+    open_private_file,
+    private_file,
+)
 from holdfast.ring.doubts import DOUBTS_NAME
 from holdfast.ring.journal import RING_CHUNKS_MAX, Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
@@ -92,13 +97,10 @@ class Ring:
                 raise ConfigError(
                     f"{directory}: the ring needs {header.ring_bytes} bytes there: {error.strerror}; lower ring_bytes"
                 ) from error
-            journal_fd = open_private_file(directory / "journal", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            try:
+            with private_file(directory / "journal", os.O_RDWR | os.O_CREAT | os.O_TRUNC) as journal_fd:
                 os.posix_fallocate(journal_fd, 0, header.journal_bytes)
                 os.ftruncate(journal_fd, room.journal_bytes)
                 journal = mmap.mmap(journal_fd, room.journal_bytes)
-            finally:
-                os.close(journal_fd)
             Journal.write_header(journal, header)
             ring = cls(directory, journal, ring_fd)
             ring._write("identity", secrets.token_hex(16).encode())
@@ -114,23 +116,17 @@ class Ring:
         """
         try:
             check_private_directory(directory)
-            journal_fd = open_private_file(directory / "journal", os.O_RDWR)
-            try:
+            with private_file(directory / "journal", os.O_RDWR) as journal_fd:
                 nbytes = os.fstat(journal_fd).st_size
                 if nbytes == 0:
                     raise ProtocolError(f"{directory / 'journal'}: the file is empty, expected a journal")
                 journal = mmap.mmap(journal_fd, nbytes)
-            finally:
-                os.close(journal_fd)
-            ring_fd = open_private_file(directory / "ring", os.O_RDWR)
+            with private_file(directory / "ring", os.O_RDWR) as ring_fd:
+                return cls(directory, journal, ring_fd)
         except FileNotFoundError as error:
             raise ConfigError(
                 f"no ring in {directory} ({error.filename} is missing); is its flusher running?"
             ) from error
-        try:
-            return cls(directory, journal, ring_fd)
-        finally:
-            os.close(ring_fd)
 
     def _map(self, ring_fd: int) -> None:
         """Map the slots that the journal has and this process does not."""
@@ -161,11 +157,8 @@ class Ring:
         thread. Raises `OSError`: too little memory.
         """
         header = self._journal.header._replace(ring_chunks=ring_chunks)
-        journal_fd = open_private_file(self.directory / "journal", os.O_RDWR)
-        try:
+        with private_file(self.directory / "journal", os.O_RDWR) as journal_fd:
             os.posix_fallocate(journal_fd, 0, header.journal_bytes)  # allocates now: no SIGBUS later
-        finally:
-            os.close(journal_fd)
         os.posix_fallocate(self._ring_fd, 0, header.ring_bytes)
 
     def add_slots(self, ring_chunks: int) -> None:
@@ -275,17 +268,12 @@ class Ring:
     def is_held(self) -> bool:
         """Whether the stager of the ring's attempt is alive, as far as the kernel knows."""
         try:
-            fd = open_private_file(stager_lock_path(self.directory, self.attempt), os.O_RDWR)
+            with private_file(stager_lock_path(self.directory, self.attempt), os.O_RDWR) as fd:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
-        except StoreError:
-            return True  # out of descriptors: assume a live stager, which may still write into its slots
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
+        except (BlockingIOError, StoreError):
+            return True  # also out of descriptors: a live stager may still write into its slots
         return False
 
     def slot_memory(self, slot: int) -> memoryview:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.ring.directory import machine_error, make_private_directory, open_private_file
+from holdfast.ring.directory import machine_error, make_private_directory, open_private_file, private_file
 
 SET_ASIDE_NAME = "set-aside"
 _NAME = "keeper"
@@ -61,21 +61,14 @@ def is_ring_kept(directory: Path) -> bool:
     """Whether a live process keeps the ring of this runtime directory. The file of a dead one is removed."""
     path = directory / _NAME
     try:
-        fd = open_private_file(path, os.O_RDWR)
+        with private_file(path, os.O_RDWR) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), path.lstat()):
+                path.unlink()
     except FileNotFoundError:
         return False
-    except StoreError:
-        return True  # out of descriptors: unknown until the next call
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), path.lstat()):
-            path.unlink()
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        pass
-    finally:
-        os.close(fd)
+    except (BlockingIOError, StoreError):
+        return True  # also out of descriptors: unknown until the next call
     return False
 
 
@@ -83,11 +76,8 @@ def record_set_aside(directory: Path, key: CheckpointId) -> None:
     """Append one. Raises `ConfigError`: the file is not ours; `StoreError`: the machine lacks something, such as room."""
     path = directory / SET_ASIDE_NAME
     try:
-        fd = open_private_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
+        with private_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as fd:
             os.write(fd, f"{key.label}\n".encode())
-        finally:
-            os.close(fd)
     except OSError as error:
         raise machine_error(path, error) from error
 
@@ -95,15 +85,10 @@ def record_set_aside(directory: Path, key: CheckpointId) -> None:
 def read_set_aside(directory: Path) -> list[CheckpointId]:
     """Return all of them, oldest first; [] without the file. Unreadable lines are skipped."""
     try:
-        fd = open_private_file(directory / SET_ASIDE_NAME, os.O_RDONLY)
-    except (FileNotFoundError, ConfigError, StoreError):
+        with private_file(directory / SET_ASIDE_NAME, os.O_RDONLY) as fd:
+            *lines, _ = os.pread(fd, _BYTES_MAX, 0).decode("ascii", "replace").split("\n")
+    except (OSError, ConfigError, StoreError):
         return []
-    try:
-        *lines, _ = os.pread(fd, _BYTES_MAX, 0).decode("ascii", "replace").split("\n")
-    except OSError:
-        return []
-    finally:
-        os.close(fd)
     found = []
     for line in lines:
         with contextlib.suppress(ValueError):

@@ -25,7 +25,7 @@ from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.layout import Layout
 from holdfast.ring.checkpoint_record import checkpoint_ids, read_checkpoint
-from holdfast.ring.directory import check_private_directory, open_private_file
+from holdfast.ring.directory import check_private_directory, private_file
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Journal, SlotState
 from holdfast.ring.side_files import read_side_file, read_writers
 
@@ -72,16 +72,13 @@ class RingFiles:
         """
         try:
             check_private_directory(self._directory)
-            fd = open_private_file(self._directory / "journal", os.O_RDONLY)
+            with private_file(self._directory / "journal", os.O_RDONLY) as fd:
+                nbytes = os.fstat(fd).st_size
+                if nbytes == 0:
+                    return None  # its owner is just creating it
+                memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             return None
-        try:
-            nbytes = os.fstat(fd).st_size
-            if nbytes == 0:
-                return None  # its owner is just creating it
-            memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ)
-        finally:
-            os.close(fd)
         with memory:
             journal = Journal(memory, self._directory)
             counts, full = _count(journal, memory)
