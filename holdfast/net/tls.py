@@ -1,4 +1,6 @@
-"""TLS 1.3 around a rank's connection to a stager, if both are configured for it; the key handshake runs inside it.
+"""The sockets between ranks and a stager: keepalive, and TLS 1.3 if both are configured for it.
+
+The key handshake runs inside TLS.
 
     rank: trusts certificates in `tls_ca` ──► TLS ◄── stager: shows `tls_cert`, which is for the host in HOLDFAST_STAGER
 
@@ -29,6 +31,8 @@ _NO_TLS_THERE = "no application protocol"  # OpenSSL's text of that alert; not e
 _BYTES_PER_READ_MAX = 1 << 20
 _BYTES_PER_WRITE_MAX = 256 * 1024  # OpenSSL does not report a partial write
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_IDLE_SECONDS, _EVERY_SECONDS, _PROBES = 5, 2, 3
+_UNANSWERED_SECONDS_MAX = 10.0  # for the other machine to answer a keepalive
 
 
 class TlsSocket(ssl.SSLSocket):
@@ -97,6 +101,20 @@ class TlsSocket(ssl.SSLSocket):
 
 
 AnySocket = socket.socket  # with TLS or without
+
+
+def enable_keepalive(sock: socket.socket, *, messages: bool) -> None:
+    """Have the kernel end the connection if the other machine does not answer for about ten seconds. A stopped process
+    does not count: its kernel answers. `messages`: also limit unacknowledged data; not for payloads, which may wait at
+    the closed window of a stopped process.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _EVERY_SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    if messages:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_UNANSWERED_SECONDS_MAX * 1000))
 
 
 def _make_context(protocol: int) -> ssl.SSLContext:

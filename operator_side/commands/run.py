@@ -185,8 +185,28 @@ def _run_mpirun(command: Sequence[str], options: dict[str, Any]) -> int:
     fleet = _fleet(options)
     logs = _logs(options["logs"], config.store)
     with _lock(logs), contextlib.closing(_notifier(options, config.store)) as notifier:
-        supervisor, job = _make_supervisor(command, options, config, fleet, logs, notifier)
-        verdict = supervisor.run()
+        events = config.events or logs / EVENTS_NAME
+        given = {one.name: options[one.name] for one in dataclasses.fields(Limits) if one.name in options}
+        core = Core(
+            Limits(**given, ranks_min=options["min_ranks"] or options["ranks"]),
+            _pause_seconds,
+            first_attempt=next_attempt(logs),
+            newest_step=_newest_step(config.store),
+            now=time.monotonic(),
+        )
+
+        def final_check(verdict: Verdict) -> Verdict:
+            is_done = verdict.cause is Cause.DONE
+            return _check_durable(verdict, core.newest_step, config.store) if is_done else verdict
+
+        shares = range(options["stagers"])
+        rings = tuple(runtime_directory(config.store, config.runtime_dir, share=share) for share in shares)
+        files = RunFiles(rings, logs, events)
+        line = partial(_mpirun, command=command, config=config, events=events, options=options)
+        job = JobProcesses(line, job_environment(), files, _relay)
+        watch = FleetWatch(fleet, options["poll_seconds"])
+        on_event = notifier.notify
+        verdict = Supervisor(core, job, watch, files, final_check=final_check, on_event=on_event).run()
     return _exit_code(verdict, job, logs)
 
 
@@ -195,38 +215,6 @@ def _config(options: dict[str, Any]) -> StagerConfig:
     config = StagerConfig.from_sources(store=options["store"], **option.parse_settings(options["settings"]))
     require_parent(config.store, create=config.create)
     return config
-
-
-def _make_supervisor(
-    command: Sequence[str],
-    options: dict[str, Any],
-    config: StagerConfig,
-    fleet: Fleet,
-    logs: Path,
-    notifier: Notifier,
-) -> tuple[Supervisor, JobProcesses]:
-    """Make the supervisor, and the job that it starts."""
-    events = config.events or logs / EVENTS_NAME
-    given = {one.name: options[one.name] for one in dataclasses.fields(Limits) if one.name in options}
-    core = Core(
-        Limits(**given, ranks_min=options["min_ranks"] or options["ranks"]),
-        _pause_seconds,
-        first_attempt=next_attempt(logs),
-        newest_step=_newest_step(config.store),
-        now=time.monotonic(),
-    )
-
-    def final_check(verdict: Verdict) -> Verdict:
-        is_done = verdict.cause is Cause.DONE
-        return _check_durable(verdict, core.newest_step, config.store) if is_done else verdict
-
-    shares = range(options["stagers"])
-    rings = tuple(runtime_directory(config.store, config.runtime_dir, share=share) for share in shares)
-    files = RunFiles(rings, logs, events)
-    line = partial(_mpirun, command=command, config=config, events=events, options=options)
-    job = JobProcesses(line, job_environment(), files, _relay)
-    watch = FleetWatch(fleet, options["poll_seconds"])
-    return Supervisor(core, job, watch, files, final_check=final_check, on_event=notifier.notify), job
 
 
 def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
@@ -251,9 +239,8 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
         events = config.events or logs / EVENTS_NAME
         print_multi_machine_commands(command, config.store, options)
         ring = runtime_directory(config.store, config.runtime_dir)
-        stager = KeptStager(
-            _stager_arguments(config, events, options), job_environment(), ring, _pause_seconds
-        )
+        arguments = _stager_arguments(config, events, options)
+        stager = KeptStager(arguments, job_environment(), ring, _pause_seconds)
         newest_step = _newest_step(config.store)
         job = torchrun_job(
             command, stager, options, events=events, newest_step=newest_step, on_event=notifier.notify
@@ -263,9 +250,8 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
             done = Verdict(Cause.DONE, "the job is done", "done", exit_code=0)
             verdict = _check_durable(done, job.newest_step, config.store)
             code, message = verdict.exit_code, verdict.message
-        cause = {0: Cause.DONE, RETRY_EXIT_CODE: Cause.STOPPED, INTERRUPTED: Cause.STOPPED}.get(
-            code, Cause.CRASHED
-        )
+        causes = {0: Cause.DONE, RETRY_EXIT_CODE: Cause.STOPPED, INTERRUPTED: Cause.STOPPED}
+        cause = causes.get(code, Cause.CRASHED)
         over = {"role": "supervisor", "event": "over", "cause": cause.value}
         notifier.notify({**over, "message": message or f"the job ended with exit code {code}"})
     if code and message:

@@ -23,8 +23,7 @@ from holdfast.net.handshake import (
     answer_challenge,
     read_admission,
 )
-from holdfast.net.lifelines import enable_keepalive
-from holdfast.net.tls import AnySocket, RankTls
+from holdfast.net.tls import AnySocket, RankTls, enable_keepalive
 from holdfast.stager_key import read_stager_key
 from trainer_side.ranks.ports import GenerationOver, StartReplaced
 
