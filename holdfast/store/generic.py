@@ -1,7 +1,5 @@
 """A run in any file system of fsspec: memory, GCS, Azure, SFTP, HDFS.
 
-    begin ─► parts as objects of their own under .holdfast/tmp/ ─► publish: joined under a temporary name ─► mv ─► size
-
 fsspec does not promise, and so neither does this store, that `write` and `publish` are on disk when they return (object
 stores do it, SFTP may not), that `mv` is one step (object stores copy and delete), or that `create` is exclusive where
 the file system has no exclusive mode. Objects have no write-id: the size is compared instead. Parts may arrive in any

@@ -62,10 +62,9 @@ def check_folder(folder: Path) -> None:
             f"--dir {folder}: expected a directory for the drill alone, got a file; name another one"
         )
     if folder.is_dir() and any(folder.iterdir()):
-        checkpoints = any(folder.rglob("step-*.json"))
-        what = (
-            "there are checkpoints in it: a drill never touches a run" if checkpoints else "it is not empty"
-        )
+        what = "it is not empty"
+        if any(folder.rglob("step-*.json")):
+            what = "there are checkpoints in it: a drill never touches a run"
         raise ConfigError(f"--dir {folder}: {what}; name a directory that is new or empty")
 
 
@@ -113,10 +112,8 @@ def run_drill(
             drilled, outcome.planned, setup.notice_seconds, deadline, report, steps=count, comparable=saved
         )
     report("both runs have ended; comparing their checkpoints")
-    if drilled.exit_code != 0:
-        outcome.wrong.append(
-            f"the run with kills ended with exit code {drilled.exit_code}: {drilled.output_tail(3)}"
-        )
+    if code := drilled.exit_code:
+        outcome.wrong.append(f"the run with kills ended with exit code {code}: {drilled.output_tail(3)}")
     outcome.files = compare(open_store(str(reference.store)), open_store(str(drilled.store)))
     _judge(outcome, executed, reference, drilled)
     return outcome
@@ -188,10 +185,8 @@ def _describe_target(kill: Kill) -> str:
 
 
 def _is_notice_answer(line: Mapping[str, Any]) -> bool:
-    if line.get("role") != "stager":
-        return False
     skipped = line.get("event") == "emergency" and line.get("choice") == "skip"
-    return skipped or line.get("event") in _NOTICE_ANSWERS
+    return line.get("role") == "stager" and (skipped or line.get("event") in _NOTICE_ANSWERS)
 
 
 def _judge(

@@ -10,8 +10,7 @@
     PAUSING      no pause after an attempt that made progress; otherwise a random time, which doubles with each restart
                  in a row without a newer step (limits.py)
 
-The next attempt does not wait until the staged steps of the last one are durable: it restores them from the ring, which
-the supervisor keeps.
+The next attempt does not wait until the staged steps of the last one are durable: it restores them from the ring.
 """
 
 from __future__ import annotations
