@@ -14,8 +14,9 @@ are not checkpoints, but their attempts count, so that no later attempt gets the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 from holdfast.errors import DamageError, StoreError, StoreMissing
@@ -64,7 +65,9 @@ def newest_first(
             unknown.append(info)
         else:
             attempts[info.name] = attempt or 1
-    attempts |= dict(zip((info.name for info in unknown), _read_attempts(store, unknown), strict=True))
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="catalog") as readers:  # starts a thread per unknown one
+        stated = readers.map(partial(_read_attempt, store), unknown)
+        attempts |= zip((info.name for info in unknown), stated, strict=True)
     newest = max((attempt for attempt in attempts.values() if attempt is not None), default=0)
     found = [
         ListedManifest(
@@ -80,13 +83,6 @@ def _parse_name(name: str) -> tuple[int, int | None]:
     match = _NAME.fullmatch(name)
     assert match is not None, name
     return int(match[1]), None if match[2] is None else int(match[2])
-
-
-def _read_attempts(store: Store, unknown: Sequence[ObjectInfo]) -> Iterator[int | None]:
-    if not unknown:
-        return
-    with ThreadPoolExecutor(min(_READERS, len(unknown)), thread_name_prefix="catalog") as readers:
-        yield from readers.map(lambda info: _read_attempt(store, info), unknown)
 
 
 def _read_attempt(store: Store, info: ObjectInfo) -> int | None:

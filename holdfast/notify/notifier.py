@@ -131,7 +131,9 @@ class Notifier:
         pauses_seconds: Sequence[float] = PAUSES_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._context = {"run": _without_secrets(run), "host": socket.gethostname()}
+        url = urlsplit(run)
+        public = url._replace(netloc=url.netloc.rpartition("@")[2], query="").geturl()
+        self._context = {"run": public, "host": socket.gethostname()}
         self._is_unsupervised = is_unsupervised
         self._rate_limiter, self._clock = AlertRateLimiter(window_seconds), clock
         self._senders = [_Sender(one, pauses_seconds) for one in destinations]
@@ -192,8 +194,3 @@ class LogWatch(threading.Thread):
                     self._notifier.notify(event)
         except Exception:  # noqa: BLE001 - a bug here must not end the messages
             _log.exception("notify: an event could not be reported")
-
-
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()

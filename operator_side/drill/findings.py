@@ -74,9 +74,7 @@ def examine_kills(
         finding = KillFinding(one.kill)
         before = [line for line in diary if "step" in line and line["time"] <= one.killed_at]
         finding.last_step = max((int(line["step"]) for line in _newest_attempt(before)), default=-1)
-        staged = [
-            line for line in events if _is_event(line, "staged", "stager") and line["time"] < one.killed_at
-        ]
+        staged = [line for line in events if is_staged(line) and line["time"] < one.killed_at]
         finding.staged_step = max((int(line["step"]) for line in staged), default=-1)
         _add_recovery(finding, one, [line for line in status if one.killed_at <= line["time"] < following])
         if finding.resumed_from is None:
@@ -95,8 +93,8 @@ def _newest_attempt(lines: Lines) -> Lines:
     return [line for line in lines if line["attempt"] == newest]
 
 
-def _is_event(line: Mapping[str, Any], event: str, role: str) -> bool:
-    return line.get("event") == event and line.get("role") == role
+def is_staged(line: Mapping[str, Any]) -> bool:
+    return (line.get("event"), line.get("role")) == ("staged", "stager")
 
 
 def _add_recovery(finding: KillFinding, executed: ExecutedKill, status: Lines) -> None:

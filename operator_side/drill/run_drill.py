@@ -24,6 +24,7 @@ from operator_side.drill.findings import (
     compare_counters,
     compare_samples,
     examine_kills,
+    is_staged,
     shortened,
 )
 from operator_side.drill.kill_plan import GiveNotice, Kill, KillSequence, KillTarget, SendKill, plan_kills
@@ -168,14 +169,10 @@ def _update_sequence(sequence: KillSequence, new: Mapping[str, list[dict[str, An
     for line in new["diary"]:
         if "step" in line:
             sequence.record_step(int(line["step"]), line["time"], line["attempt"])
-    for line in filter(_is_staged, new["events"]):
+    for line in filter(is_staged, new["events"]):
         sequence.record_staged(int(line["step"]))
     if any(map(_is_notice_answer, new["events"])):
         sequence.record_answer()
-
-
-def _is_staged(line: Mapping[str, Any]) -> bool:
-    return (line.get("event"), line.get("role")) == ("staged", "stager")
 
 
 def _describe_target(kill: Kill) -> str:
@@ -208,7 +205,7 @@ def _judge(
         files=[one for one in outcome.files if one.step > first],
     )
     why = "no checkpoint was staged before the end of the run; give the script more steps"
-    if any(map(_is_staged, drilled.lines["events"])):
+    if any(map(is_staged, drilled.lines["events"])):
         why = "the run had already ended"
     for kill in outcome.planned[len(executed) :]:
         outcome.wrong.append(f"kill {kill.number} ({kill.description}) never came: {why}")
