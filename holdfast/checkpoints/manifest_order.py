@@ -65,7 +65,7 @@ def newest_first(
             unknown.append(info)
         else:
             attempts[info.name] = attempt or 1
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="catalog") as readers:  # starts a thread per unknown one
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="catalog") as readers:
         stated = readers.map(partial(_read_attempt, store), unknown)
         attempts |= zip((info.name for info in unknown), stated, strict=True)
     newest = max((attempt for attempt in attempts.values() if attempt is not None), default=0)

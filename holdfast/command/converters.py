@@ -63,7 +63,7 @@ class TensorDifference(NamedTuple):
     dtypes: tuple[str, str]  # of each side
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     elements: int | None = None  # of each side; None if the shapes differ
-    differing: int | None = None  # elements with different bits, or with different values if the dtypes differ
+    differing: int | None = None  # elements with different bits, or values if the dtypes differ
     max_abs: float | None = None  # largest difference between two finite elements
     mean_abs: float | None = None  # mean difference of all finite elements
     max_relative: float | None = None  # largest difference of two elements, relative to the larger of them

@@ -59,7 +59,7 @@ class HeldCheckpoint(NamedTuple):
     step: int
     staged_digest: str  # of its layout, while it is staged and not in the store; else empty
     chunks: Mapping[int, SlotRecord]  # chunk → record of its slot
-    drift: str = ""  # while it is staged: where its replicas differed, or why it may be torn; empty: nothing is known
+    drift: str = ""  # while it is staged: where its replicas differed, or why it may be torn
     trackers: Mapping[str, str] = MappingProxyType({})  # while it is staged: its runs of experiment trackers
 
     def chunks_fitting(self, layout: Layout) -> frozenset[int]:

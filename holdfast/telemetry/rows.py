@@ -68,7 +68,7 @@ class CheckpointRow:
     pgt1_seconds: float | None = None
     pgt2_seconds: float | None = None
     nonfinite: int | None = None  # count of NaN and infinite numbers; None: not counted
-    sealed: dict[str, float] = field(default_factory=dict)  # share (K/S) of several stagers → when it was written
+    sealed: dict[str, float] = field(default_factory=dict)  # share (K/S) of several stagers → when written
     record_stalls: dict[int, float] = field(default_factory=dict)
     ranks: dict[int, RankTimes] = field(default_factory=dict)
 

@@ -128,7 +128,7 @@ class Spans:
                 pgt1_seconds, image_bytes = fields["pgt1_seconds"], fields["image_bytes"]
                 self._record_start(key, now - pgt1_seconds)
                 values = {"image_bytes": image_bytes, "pgt1_seconds": pgt1_seconds}
-                self._record_phase("stage", key, now - pgt1_seconds, now, values)
+                _end(self._begin_phase("stage", key, now - pgt1_seconds, values), now)
             case "declined" | "failed":
                 self._record_failure(event, key, now, fields)
             case "flush_began":
@@ -150,7 +150,7 @@ class Spans:
             case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
                 problem = "" if event == "verified" else event_text(fields) or event
                 began = now - fields["seconds"]
-                self._record_phase("read_back", key, began, now, {"outcome": event}, problem)
+                _end(self._begin_phase("read_back", key, began, {"outcome": event}), now, problem)
 
     def _record_durable(self, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         known = CheckpointRow(*key)
@@ -176,8 +176,9 @@ class Spans:
         for phase, wait in _OF_RANK:
             seconds = times.seconds.get(f"{phase}_seconds")
             if seconds is not None:
-                self._record_phase(phase, key, at, at + seconds, {**of_rank, wait: times.seconds.get(wait)})
+                span = self._begin_phase(phase, key, at, {**of_rank, wait: times.seconds.get(wait)})
                 at += seconds
+                _end(span, at)
 
     def _record_failure(self, outcome: str, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         began = self._started_at.get(key, now - fields.get("seconds", 0.0))
@@ -200,11 +201,6 @@ class Spans:
         finally:
             self._ids.chosen = None
         _end(span, ended, problem)
-
-    def _record_phase(
-        self, name: str, key: CheckpointId, began: float, ended: float, values: Mapping[str, Any], problem: str = ""
-    ) -> None:
-        _end(self._begin_phase(name, key, began, values), ended, problem)
 
     def _begin_phase(
         self, name: str, key: CheckpointId, started_at: float, values: Mapping[str, Any]
@@ -244,7 +240,7 @@ class _SpanIds(IdGenerator):
         return self.chosen[1] if self.chosen else self._random.generate_span_id()
 
 
-def _end(span: Span, at: float, problem: str) -> None:
+def _end(span: Span, at: float, problem: str = "") -> None:
     if problem:
         span.set_status(StatusCode.ERROR, problem)
     span.end(_ns(at))

@@ -111,7 +111,7 @@ class StatusDocument(_StatusModel):
     work_ended_at_unix: _Number | None = None  # only a flusher without a stager: when the last stager left
     transport: Transport | None = None  # stager only; None: no job yet, or an older version
     seen: FailuresStatus | None = None  # flusher only: of the run before the newest job; None: not known
-    interval_why: _Text = ""  # only with `every="auto"`, from the stager: the reason for the interval, for people
+    interval_why: _Text = ""  # from the stager, with `every="auto"`: the reason for the interval, for people
     # stager only: how the first step of this job compares with that of the run before (`resume_proof`)
     resume: Literal["", "verified resume", "differs", "not proven"] = ""
     resume_text: _Text = ""  # the same as a sentence; both empty if the job did not resume

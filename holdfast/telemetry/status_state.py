@@ -117,8 +117,9 @@ class StatusState:
             case "loss" if math.isfinite(fields["loss"]):
                 self._losses.append((step, float(fields["loss"])))
             case "staged":
-                pgt1, image_bytes = float(fields["pgt1_seconds"]), fields["image_bytes"]
-                update(image_bytes=image_bytes, staged_at_unix=now, saved_at_unix=now - pgt1, pgt1_seconds=pgt1)
+                pgt1_seconds = float(fields["pgt1_seconds"])
+                update(image_bytes=fields["image_bytes"], staged_at_unix=now)
+                update(saved_at_unix=now - pgt1_seconds, pgt1_seconds=pgt1_seconds)
             case "published":
                 update(durable_at_unix=now, held="")
             case "durable":

@@ -209,9 +209,9 @@ def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
     for why in [*outcome.wrong, *wrong]:
         print_line(why, "red")
     where = f"; both runs are in {folder}" if folder else ""
-    how = f"failed (--seed {seed} repeats the same kills)"
+    how, kills = f"failed (--seed {seed} repeats the same kills)", len(outcome.findings)
     if outcome.passed:
-        how = f"passed: the run resumed bit for bit after each of {len(outcome.findings)} kills (--seed {seed})"
+        how = f"passed: the run resumed bit for bit after each of {kills} kills (--seed {seed})"
     print_line(how + where)
 
 

@@ -83,8 +83,8 @@ def report(
         hints = [one._asdict() for one in find_hints(facts)]
         counts = {"checkpoints": len(facts.rows), "interruptions": len(facts.interruptions)}
         goodput = None if facts.goodput is None else facts.goodput.share
-        known = {"happened": happened, "look_at": hints, "unknown": facts.unknown, **counts, "goodput": goodput}
-        print_json({"file": str(path), "nbytes": len(html), **known})
+        known = {"happened": happened, "look_at": hints, "unknown": facts.unknown}
+        print_json({"file": str(path), "nbytes": len(html), **known, **counts, "goodput": goodput})
         return
     for sentence in happened:
         print_line(sentence)

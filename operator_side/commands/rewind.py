@@ -292,6 +292,6 @@ def _rows(branches: Branches, items: Sequence[CatalogItem]) -> list[dict[str, An
 def _rewound(plan: _RewindPlan) -> dict[str, Any]:
     made = plan.rewind
     to, left = made.fork, made.abandoned
-    ends = {"to_step": to.step, "to_attempt": to.attempt, "from_step": left.step, "from_attempt": left.attempt}
-    skipped = [list(pair) for pair in made.skips]
-    return {"branch": plan.number, "attempt": made.attempt, **ends, "skipped": skipped, "reason": made.reason}
+    ends = {"to_step": to.step, "to_attempt": to.attempt, "from_step": left.step}
+    more = {"skipped": [list(pair) for pair in made.skips], "reason": made.reason}
+    return {"branch": plan.number, "attempt": made.attempt, **ends, "from_attempt": left.attempt, **more}

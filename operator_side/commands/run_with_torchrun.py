@@ -22,9 +22,9 @@ from operator_side.supervise.torchrun_job import TorchrunJob, torchrun_arguments
 
 RESTARTS_MAX = 3  # torchrun counts all restarts, not only those in a row without progress
 _REFUSED = {
-    *("min_ranks", "stagers", "hosts", "slurm", "cluster", "agent", "stager_host", "exported", "poll_seconds"),
+    *("min_ranks", "stagers", "hosts", "slurm", "cluster", "agent", "stager_host", "exported"),
     *("ulfm", "mpirun_options", "hosts_seconds_max", "silent_seconds_max", "stall_seconds_max"),
-    *("crashes_max", "set_aside_max"),
+    *("poll_seconds", "crashes_max", "set_aside_max"),
 }
 _OF_STANDING = ("listen", "ranks", "key", "key_file", "tls_cert", "tls_key")
 

@@ -31,16 +31,16 @@ class ReportedAttempt:
     last_seen_at_unix: float  # the last sign of life
     ranks: int | None = None
     hosts: list[str] = field(default_factory=list)
-    training_at_unix: float | None = None  # every rank's first step; without a supervisor restore or first `save()`
+    training_at_unix: float | None = None  # first step of all ranks; else restore or first `save()`
     restored_attempt: int | None = None
     restored_step: int | None = None  # that it resumed from; -1: the beginning; None: unknown
-    proof: ResumeProof | None = None  # how its first step compares with the attempt before; None: never compared
+    proof: ResumeProof | None = None  # its first step beside the attempt before; None: never compared
     lost_at_unix: float | None = None  # the first sign of its bad end
     ended_at_unix: float | None = None  # time of the verdict
     loss_reason: str = ""
     cause: str = ""  # the supervisor's word; `left`: the trainers left the stager; "" while it runs
     message: str = ""
-    phases: dict[str, float] = field(default_factory=dict)  # seconds from the launch to training, by a phase's end
+    phases: dict[str, float] = field(default_factory=dict)  # seconds from launch to training, by phase
 
     @property
     def ended_well(self) -> bool:

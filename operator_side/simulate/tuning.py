@@ -195,8 +195,8 @@ def _replay_note(request: TuningRequest, name: str, measured: MeasuredCosts, eve
     )
     row = plan.replay(request.trace).rows[0]
     return (
-        f"Replayed over {_OFFSETS} windows of that trace: {row.share.median:.1%} of the ideal's iterations "
-        f"({row.share.least:.1%} to {row.share.greatest:.1%}), {row.redone.median:.0f} done again for each interruption."
+        f"Replayed over {_OFFSETS} windows of that trace: {row.share.median:.1%} of the ideal's iterations ("
+        f"{row.share.least:.1%} to {row.share.greatest:.1%}), {row.redone.median:.0f} done again for each interruption."
     )
 
 
@@ -273,8 +273,8 @@ def _ring_why(ring: RingSize, image: int, memory: int) -> str:
 
 def _chunk_why(shape: Shape) -> str:
     return (
-        f"A checkpoint of {shape.image_bytes / 1e9:.4g} GB is {shape.chunks:,} chunks. Where it is not set, a run whose "
-        f"newest checkpoint has {LARGE_IMAGE_BYTES // 10**9} GB or more starts with 64MiB, all others with 16MiB."
+        f"A checkpoint of {shape.image_bytes / 1e9:.4g} GB is {shape.chunks:,} chunks. Where it is not set, a run "
+        f"whose newest checkpoint has {LARGE_IMAGE_BYTES // 10**9} GB or more starts with 64MiB, all others with 16MiB."
     )
 
 

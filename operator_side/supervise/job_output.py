@@ -160,7 +160,8 @@ def parse_event(line: dict[str, Any]) -> messages.LogEvent | None:
             case "staged", "stager":
                 share = line.get("share")  # of one of several stagers
                 with contextlib.suppress(ValueError):
-                    return messages.StepStaged(step, WHOLE if share is None else ShareNumber.from_text(str(share)))
+                    number = WHOLE if share is None else ShareNumber.from_text(str(share))
+                    return messages.StepStaged(step, number)
             case "durable" | "recovered", "flusher":
                 attempt = line.get("attempt")
                 return messages.StepDurable(step, attempt if type(attempt) is int else 0)

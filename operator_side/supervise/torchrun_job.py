@@ -54,8 +54,9 @@ def torchrun_line(
 ) -> list[str]:
     """Command line of a single-machine torchrun, with each rank tied to it from the rank's start."""
     python = [sys.executable, "-u"] if torchrun_arguments(command)[0] != "--no-python" else []
-    line = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    line += ["--max-restarts", str(restarts_max), "--shutdown-timeout", str(math.ceil(grace_seconds))]
+    line = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+    line += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts_max)]
+    line += ["--shutdown-timeout", str(math.ceil(grace_seconds))]
     return [*line, "--no-python", *tied_to_any_parent([*python, *command])]
 
 
