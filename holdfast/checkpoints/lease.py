@@ -13,12 +13,8 @@
 The number of the claim is the *attempt*: it only grows, and the highest one owns the run. No message is needed when a
 writer loses the lease: one that finds a higher attempt than its own stops (`FencedError`), however long it slept.
 
-A claim also counts the failures of all attempts before it. The next writer adds the attempt of the newest whole claim to
-its own sums: each attempt is counted once, because nobody reads an older claim's sums.
-
-    work: none ── first checkpoint ──► running ── the ranks have left ──► left         counted: its seconds
-                                          │ a rank, or the stager, is lost ──► lost    counted: seconds, and a failure
-                                          └ no further heartbeat: counts as lost
+A claim also counts the failures of all attempts before it (docs/format.md, section 4): each once, because nobody reads
+an older claim's sums.
 
 Whether the newest claim is alive needs no clock shared between hosts. In the same place (host, boot, pid namespace) its
 process is looked up, with its start time, because pids are reused. Elsewhere its `beat` is watched: a live writer

@@ -3,13 +3,9 @@
     stager  ── hello, begin, chunk, staged, abort, doubt, proof, finish ───────────────────►  flusher
             ◄── welcome | refused, began, freed, grown, durable, verified, bad, failed, held, drained ──
 
-A stager whose flusher died sends hello with its attempt to the next one. If the welcome says `resumed`, ring and
-attempt are unchanged, and the stager replays what it knows (begin, chunk, staged, abort). Messages that the flusher
-knows already have no effect.
-
-One JSON object per packet, at most 64 KiB. The journal is the truth; a message only says where to look. Nothing here
-blocks: a message that the socket does not accept waits in the channel until `flush` or `poll`. A peer that is gone is
-not an error but a state, `closed`: both sides have their own plan for it.
+docs/ring.md says what each message means. Nothing here blocks: a message that the socket does not accept waits in the
+channel until `flush` or `poll`. A peer that is gone is not an error but a state, `closed`: both sides have their own
+plan for it.
 
 Every message is input from outside: its kind, its fields and their types are checked against `FIELDS` before use.
 """

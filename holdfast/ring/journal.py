@@ -1,20 +1,11 @@
 """The journal: which chunk of which checkpoint lies in each slot of the ring, in bytes that survive every process.
 
-Byte tables in docs/ring.md. One 4096-byte header, then one 8192-byte record per slot. A slot's state goes round:
+One 4096-byte header, then one 8192-byte record per slot. A slot's state goes round:
 
     FREE ──stager──► FILLING ──stager──► FULL ──flusher──► FREE        (FILLING ──stager──► FREE when it gives up)
 
-Rules that make a kill at any instruction harmless:
-1. Each state has one writer; no locks.
-2. The fields that a state promises are written, with their CRC, before the state word, which changes by a store of one
-   byte.
-3. FILLING and FULL have a CRC each, over fields that the other does not rewrite, so a record torn in `mark_full` is
-   still a whole FILLING record.
-4. A freed slot keeps its record and its bytes. `mark_filling` first of all clears the record's content part. A FREE
-   slot with a whole record (`remains`) therefore has exactly the bytes that were FULL under it.
-5. The number of slots added later is a word of its own, set by one store once their records and memory exist.
-6. Sources that do not fit into a record lie in a file beside the journal, written before the record names them. The
-   record's CRC covers all of them, so a file of another chunk does not match.
+Each state has one writer, so nothing locks. docs/ring.md has the bytes, and the order of stores that makes a kill at any
+instruction harmless: a record torn in `mark_full`, for example, is still a whole FILLING record.
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
 """A trace of each checkpoint for OpenTelemetry, built from the events of stager and flusher, like their metrics.
 
-    EventLog.emit ──► Spans.handle_event ──► checkpoint   save() to durable (PGT-2), or to the failure
-                                             ├─ save      the call, on the rank with the longest stall          flusher
-                                             ├─ copy      outside save(), on that rank                          flusher
-                                             ├─ stage     save() to staged (PGT-1)                              stager
-                                             ├─ flush     from the flusher's start until durable                flusher
-                                             └─ read_back may begin long after the checkpoint was durable       flusher
-
-Each span has one sender. The flusher sends the span `checkpoint` of a durable checkpoint; the stager sends that of a
-declined or failed one, and the flusher does if no stager is left.
+docs/monitoring.md lists the spans and their attributes. Each span has one sender: the flusher sends the span `checkpoint`
+of a durable checkpoint; the stager sends that of a declined or failed one, and the flusher does if no stager is left.
 
 Processes do not pass trace ids to each other: the ids are derived from run, attempt and step (`root_ids`), so the
-collector joins the spans of stager, flusher, and a flusher that replaces a killed one. docs/monitoring.md says what
-each attribute means. Imported only if spans are wanted.
+collector joins the spans of stager, flusher, and a flusher that replaces a killed one. Imported only if spans are wanted.
 """
 
 from __future__ import annotations
