@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from operator_side.drill.compare import Difference, FileComparison
 from operator_side.drill.kill_plan import Kill
-from operator_side.supervise.resumption import MARKS, Resumption
+from operator_side.supervise.record import MARKS, Resumption
 
 Lines = Sequence[Mapping[str, Any]]
 _NAMED_MAX = 5

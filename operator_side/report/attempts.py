@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, as_int, as_number, as_text
 from holdfast.wire.step_proof import ResumeProof
-from operator_side.supervise.resumption import MARKS
+from operator_side.supervise.record import MARKS
 from operator_side.supervise.verdict import Cause
 
 _PHASES = tuple(f"{mark}_seconds" for mark in MARKS[1:])

@@ -2,7 +2,7 @@
 
 supervisor ── events ─► core ── actions ─► supervisor ─► job_processes ─► mpirun ─► rank ─► a process of the job
 
-core, record, limits, verdict, suspicion, resumption    decisions, all pure: the time is passed in
+core, record, limits, verdict, suspicion    decisions, all pure: the time is passed in
 supervisor, supervisor_messages           the loop around the core; its events and actions
 hosts, flusher, job_processes, job_output    the parts that the loop uses
 torchrun_job, kept_stager                 a job under torchrun, which restarts the ranks; the standing stager beside it

@@ -24,8 +24,7 @@ from holdfast.image.shares import WHOLE
 from holdfast.wire.step_proof import ProofVerdict
 from operator_side.supervise.hosts import Host, place_ranks
 from operator_side.supervise.limits import Limits, RestartPolicy
-from operator_side.supervise.record import AttemptRecord
-from operator_side.supervise.resumption import Resumption
+from operator_side.supervise.record import AttemptRecord, Resumption
 from operator_side.supervise.supervisor_messages import (
     Action,
     AllJoined,
