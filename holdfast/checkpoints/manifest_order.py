@@ -7,8 +7,8 @@ Older versions gave later attempts the plain name, too. In a run that one of the
 each plain manifest are read: a small request, without parsing. They only decide the order in which manifests are read:
 each is checked whole before it is used.
 
-Slices that the ranks of an older holdfast left under `slices/` are found by their names, and never read or removed. They
-are not checkpoints, but their attempts count, so that no later attempt gets the same number.
+Slices that the ranks of an older holdfast left under `slices/` are found by their names, and never read or removed.
+They are not checkpoints, but their attempts count, so that no later attempt gets the same number.
 """
 
 from __future__ import annotations

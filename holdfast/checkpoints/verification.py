@@ -9,8 +9,8 @@ The manifest has what the flusher computed from its memory, so a difference is d
 A chunk that differs is read again: damage on the way back is not damage of the checkpoint. `unzip -t` would believe the
 zip's own fields, so they must agree.
 
-Numbers that are not finite are counted in the same pass, while the bytes are in the cache: every checkpoint is read back,
-whichever process wrote it, and no slot of the ring waits for it.
+Numbers that are not finite are counted in the same pass, while the bytes are in the cache: every checkpoint is read
+back, whichever process wrote it, and no slot of the ring waits for it.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def check_folder_place(destination: Path, mark: str, *, force: bool) -> Path:
 
 
 def write_atomically(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
-    """Write the file at `path` through a temporary file beside it; `fill` writes to its descriptor. Raises `StoreError`:
-    the write failed; the message says that `nbytes` are needed.
+    """Write the file at `path` through a temporary file beside it; `fill` writes to its descriptor. Raises
+    `StoreError`: the write failed; the message says that `nbytes` are needed.
     """
     temporary = _temporary(path)
     try:

@@ -80,8 +80,8 @@ class Hello:
     nonce: bytes  # random bytes of this connection
     resuming: bool = False  # was admitted before; only the stager that admitted it can resume the connection
     generation: int = 0
-    # The attempt that the lead of several stagers has chosen, for the others. For the lead itself 0, or, from ranks that
-    # have lost it, the attempt that its next process may continue.
+    # The attempt that the lead of several stagers has chosen, for the others. For the lead itself 0, or, from ranks
+    # that have lost it, the attempt that its next process may continue.
     lead_attempt: int = 0
 
     def to_bytes(self) -> bytes:

@@ -36,8 +36,8 @@ _UNANSWERED_SECONDS_MAX = 10.0  # for the other machine to answer a keepalive
 
 
 class TlsSocket(ssl.SSLSocket):
-    """A TCP connection with TLS, for code that expects a plain one: it raises `BlockingIOError`, and knows the calls with
-    several buffers. `close` does no TLS shutdown: counts tell both sides which bytes were received.
+    """A TCP connection with TLS, for code that expects a plain one: it raises `BlockingIOError`, and knows the calls
+    with several buffers. `close` does no TLS shutdown: counts tell both sides which bytes were received.
     """
 
     def handshake(self) -> bool:

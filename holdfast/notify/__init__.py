@@ -4,7 +4,6 @@
 
 alert            the message for an event, if people need one
 webhook          the destinations: the service behind a URL, or a command of the user
-notifier         queues, retries, and a rate limit for each kind of message; follows the log of a stager without `holdfast
-                 run`
+notifier         queues, retries, a rate limit for each kind of message; follows the log where no supervisor runs
 notify_options   the options, and the destinations that they name
 """

@@ -67,7 +67,7 @@ _OTHERS: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
 
 
 def alert_for(fields: Mapping[str, Any], *, is_unsupervised: bool = False) -> Alert | None:
-    """Return the message about one event, if people need one. `is_unsupervised`: no supervisor reports losses and ends."""
+    """Return the message about an event, if people need one. `is_unsupervised`: no supervisor reports losses."""
     role, event = str(fields.get("role")), str(fields.get("event"))
     alone = _classify_unsupervised(role, event, fields) if is_unsupervised else None
     kind, title, severity = alone or _classify(role, event, fields)

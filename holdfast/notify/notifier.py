@@ -2,8 +2,8 @@
 
 notify(event) ─► alert ─► rate limit per kind ─► a bounded queue and a thread for each destination ─► tries, with pauses
 
-Without `holdfast run` a thread of the stager's process follows the event log of stager and flusher. The stager's loop is
-not involved: neither a slow destination nor a slow disk under the log delays a rank.
+Without `holdfast run` a thread of the stager's process follows the event log of stager and flusher. The stager's loop
+is not involved: neither a slow destination nor a slow disk under the log delays a rank.
 """
 
 from __future__ import annotations

@@ -122,9 +122,9 @@ def machine_error(path: Path, error: OSError) -> StoreError:
 
 
 def open_private_file(path: Path, flags: int) -> int:
-    """Open a file of a private directory, without following a link; new files get mode 0600. Raises `ConfigError`: it is
-    a link, not a regular file, or not ours; `StoreError`: the machine lacks something, such as descriptors or room, so
-    retry; `FileNotFoundError`, `FileExistsError`: as `os.open`.
+    """Open a file of a private directory, without following a link; new files get mode 0600. Raises `ConfigError`: it
+    is a link, not a regular file, or not ours; `StoreError`: the machine lacks something, such as descriptors or room,
+    so retry; `FileNotFoundError`, `FileExistsError`: as `os.open`.
     """
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -1,7 +1,7 @@
 """The file `doubts` beside a ring: steps of its jobs that may be torn, even if the bytes in ring and store are intact.
 
-The stager replaces the file whole before it tells anybody; it stays as long as the ring does. A flusher that starts marks
-what is not marked yet: marking twice changes nothing.
+The stager replaces the file whole before it tells anybody; it stays as long as the ring does. A flusher that starts
+marks what is not marked yet: marking twice changes nothing.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ One 4096-byte header, then one 8192-byte record per slot. A slot's state goes ro
 
     FREE ──stager──► FILLING ──stager──► FULL ──flusher──► FREE        (FILLING ──stager──► FREE when it gives up)
 
-Each state has one writer, so nothing locks. docs/ring.md has the bytes, and the order of stores that makes a kill at any
-instruction harmless: a record torn in `mark_full`, for example, is still a whole FILLING record.
+Each state has one writer, so nothing locks. docs/ring.md has the bytes, and the order of stores that makes a kill at
+any instruction harmless: a record torn in `mark_full`, for example, is still a whole FILLING record.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Header(NamedTuple):
 
 
 class Journal:
-    """Reads and writes the records in mapped memory. `memory`: the whole journal file, mapped shared; it may have room for
-    more records than there are slots. `directory`: the ring's, with the files for sources that do not fit into a record.
-    Raises `ProtocolError`: the header is not one of ours.
+    """Reads and writes the records in mapped memory. `memory`: the whole journal file, mapped shared; it may have room
+    for more records than there are slots. `directory`: the ring's, with the files for sources that do not fit into a
+    record. Raises `ProtocolError`: the header is not one of ours.
     """
 
     def __init__(self, memory: mmap.mmap, directory: Path) -> None:
@@ -199,8 +199,8 @@ class Journal:
         return SlotRecord(slot, state) if state is SlotState.FREE else self._read(slot, state)
 
     def remains(self, slot: int) -> SlotRecord | None:
-        """Return the chunk in a FULL slot, or the last one that is still in a FREE slot; None without a whole chunk. For
-        the stager, which alone fills slots: the answer stays true until it does.
+        """Return the chunk in a FULL slot, or the last one that is still in a FREE slot; None without a whole chunk.
+        For the stager, which alone fills slots: the answer stays true until it does.
         """
         state = self.state(slot)
         if state is SlotState.FILLING:

@@ -53,8 +53,9 @@ class RingLocation(NamedTuple):
 
 
 class NearRing:
-    """A ring of this machine, for reading. Any thread. Raises `ConfigError`: it is not on this machine, not this user's,
-    or replaced by another one; `ProtocolError`: the journal is damaged; `StoreError`: the machine lacks something.
+    """A ring of this machine, for reading. Any thread. Raises `ConfigError`: it is not on this machine, not this
+    user's, or replaced by another one; `ProtocolError`: the journal is damaged; `StoreError`: the machine lacks
+    something.
     """
 
     def __init__(self, place: RingLocation) -> None:

@@ -34,9 +34,9 @@ def aligned_buffer(nbytes: int) -> memoryview:
 
 
 def use_huge_pages(descriptor: int, nbytes: int, should_stop: Callable[[], bool]) -> int:
-    """Move the first `nbytes` of a file in shared memory into huge pages, as far as the kernel has them; return how many
-    bytes lie in huge pages. Its bytes stay; it may be in use. Any thread. `descriptor`: open for reading and writing; the
-    file has all its pages. `should_stop`: called before each step; True ends the move.
+    """Move the first `nbytes` of a file in shared memory into huge pages, as far as the kernel has them; return how
+    many bytes lie in huge pages. Its bytes stay; it may be in use. Any thread. `descriptor`: open for reading and
+    writing; the file has all its pages. `should_stop`: called before each step; True ends the move.
 
     Shared memory mostly gets none by itself (`shmem_enabled`). This function asks for them, 2 MiB at a time, which
     takes some seconds per GiB. Every process that maps the file then has its bytes in few pieces.

@@ -110,8 +110,8 @@ class Ring:
 
     @classmethod
     def attach(cls, directory: Path) -> Ring:
-        """Map a ring that a flusher made. For the stager, tools, and a flusher that takes over a dead one's ring. Raises
-        `ConfigError`: directory or files are not private to this user, or there is no ring; `ProtocolError`: the
+        """Map a ring that a flusher made. For the stager, tools, and a flusher that takes over a dead one's ring.
+        Raises `ConfigError`: directory or files are not private to this user, or there is no ring; `ProtocolError`: the
         journal is damaged.
         """
         try:

@@ -1,4 +1,4 @@
-"""What a live `holdfast run` leaves in the run's runtime directory: its lock, and the checkpoints that it has set aside.
+"""What a live `holdfast run` leaves in the run's directory: its lock, and the checkpoints that it has set aside.
 
 The lock keeps the ring from job to job; the kernel releases it when its holder dies. A flusher with nothing left to do
 checks whether anyone holds it: the next attempt then restores from the ring.
@@ -73,7 +73,7 @@ def is_ring_kept(directory: Path) -> bool:
 
 
 def record_set_aside(directory: Path, key: CheckpointId) -> None:
-    """Append one. Raises `ConfigError`: the file is not ours; `StoreError`: the machine lacks something, such as room."""
+    """Append one. Raises `ConfigError`: the file is not ours; `StoreError`: the machine lacks something."""
     path = directory / SET_ASIDE_NAME
     try:
         with private_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as fd:

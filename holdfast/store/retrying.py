@@ -103,7 +103,9 @@ class Retrying(StoreWrapper):
             sleep=self._sleep,
             stop=tenacity.stop_after_attempt(limits.attempts_max) | tenacity.stop_before_delay(left_seconds),
             wait=wait_seconds,
-            retry=tenacity.retry_if_exception(lambda error: isinstance(error, StoreError) and error.retriable),
+            retry=tenacity.retry_if_exception(
+                lambda error: isinstance(error, StoreError) and error.retriable
+            ),
             before_sleep=lambda state: self._record_failure(method, state, level),
         )
         try:

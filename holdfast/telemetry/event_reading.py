@@ -74,9 +74,7 @@ def read_logs(paths: Iterable[Path]) -> Log:
 
 def logs_in(directory: Path) -> list[Path]:
     """Return the event logs of `holdfast run` in its log directory."""
-    return [
-        path for name in _STATUS_LOGS if (path := directory / name).exists() or numbered_files(path)
-    ]
+    return [path for name in _STATUS_LOGS if (path := directory / name).exists() or numbered_files(path)]
 
 
 def _log_files(path: Path) -> list[Path]:

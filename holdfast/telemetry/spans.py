@@ -1,10 +1,12 @@
 """A trace of each checkpoint for OpenTelemetry, built from the events of stager and flusher, like their metrics.
 
-docs/monitoring.md lists the spans and their attributes. Each span has one sender: the flusher sends the span `checkpoint`
-of a durable checkpoint; the stager sends that of a declined or failed one, and the flusher does if no stager is left.
+docs/monitoring.md lists the spans and their attributes. Each span has one sender: the flusher sends the span
+`checkpoint` of a durable checkpoint; the stager sends that of a declined or failed one, and the flusher does if no
+stager is left.
 
 Processes do not pass trace ids to each other: the ids are derived from run, attempt and step (`root_ids`), so the
-collector joins the spans of stager, flusher, and a flusher that replaces a killed one. Imported only if spans are wanted.
+collector joins the spans of stager, flusher, and a flusher that replaces a killed one. Imported only if spans are
+wanted.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _STATE_ORDER = ("lost", "silent", "coming", "here", "left")
 
 
 class StatusState:
-    """State of one process for `holdfast status`. Any thread. `ranks`: returns all ranks, called by `build_document`."""
+    """State of one process for `holdfast status`. Any thread. `ranks`: returns all ranks, for `build_document`."""
 
     def __init__(
         self,

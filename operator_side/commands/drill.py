@@ -194,7 +194,9 @@ def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
     print_line(f"files compared: {len(outcome.files)}, of which differ: {differing}")
     if outcome.constant:
         names = ", ".join(sorted(outcome.constant))
-        print_line(f"these values differ between the two runs although no kill changed them (not seeded?): {names}")
+        print_line(
+            f"these values differ between the two runs although no kill changed them (not seeded?): {names}"
+        )
     if outcome.measured:
         print_line(f"not compared, since a clock has measured it: {', '.join(sorted(outcome.measured))}")
     found = "not checked, since the script does not use ResumableSampler"

@@ -186,9 +186,7 @@ def _fork(listing: CatalogListing, branches: Branches, to: str) -> CheckpointId:
     except ValueError:
         raise ConfigError(f"--to {to}: expected a step such as 10000, or 10000-a3 of attempt 3") from None
     step = int(to) if wanted is None else wanted.step
-    listed = [
-        one for one in listing.manifests if one.order.step == step and wanted in {None, one.order}
-    ]
+    listed = [one for one in listing.manifests if one.order.step == step and wanted in {None, one.order}]
     current = [one for one in listed if wanted is not None or branches.is_current(one.order)]
     items = list(listing.items(current))
     good = next((item for item in items if item.is_good and not item.caveat), None)

@@ -17,7 +17,14 @@ from holdfast.telemetry.status_document import RankStatus, StatusLine
 from operator_side.page.words import dollars, plural
 from operator_side.status.ring_files import RingCheckpoint
 from operator_side.status.run_status import LEVELS, RunStatus
-from operator_side.status.status_text import age, head_lines, interval_lines, line_text, lost_steps, resumes_from
+from operator_side.status.status_text import (
+    age,
+    head_lines,
+    interval_lines,
+    line_text,
+    lost_steps,
+    resumes_from,
+)
 
 _BAR_CELLS = 16
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"

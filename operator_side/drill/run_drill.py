@@ -130,8 +130,8 @@ def run_with_kills(
     steps: int,
     comparable: Collection[int],
 ) -> list[ExecutedKill]:
-    """Follow a run to its end and kill it as planned. Return the kills that were carried out, in order. `comparable`: as
-    for `KillSequence`. Raises `PeerLost`: the drill took too long, or there was no process to kill.
+    """Follow a run to its end and kill it as planned. Return the kills that were carried out, in order. `comparable`:
+    as for `KillSequence`. Raises `PeerLost`: the drill took too long, or there was no process to kill.
     """
     sequence = KillSequence(kills, notice_seconds=notice_seconds, comparable=comparable)
     progress = RunProgress("the run with kills", report, time.monotonic(), steps=steps)

@@ -225,14 +225,14 @@ def _check_span(run: _Replay, job: TrainingJob, windows: TraceWindows) -> None:
 
 
 class _Timeline:
-    """Stretches of undisturbed training in closed form, one for each lane; times count from the start of each. `places`:
-    how many checkpoints may be in flight (N).
+    """Stretches of undisturbed training in closed form, one for each lane; times count from the start of each.
+    `places`: how many checkpoints may be in flight (N).
 
     iterations 1…k   save 1  stall  iterations k+1…2k   save 2           save j+1 waits while all N places are taken,
     ├──────────────►│b1────────────├──────────────────►│b2─────►         each for `durable` after its save began
 
-    With a = k × iteration + stall, saves come in groups of N, a apart, and groups come max(N × a, durable) apart. This is
-    the rule "begin when k iterations are done and a place is free", written without a loop.
+    With a = k × iteration + stall, saves come in groups of N, a apart, and groups come max(N × a, durable) apart. This
+    is the rule "begin when k iterations are done and a place is free", written without a loop.
     """
 
     def __init__(

@@ -106,7 +106,9 @@ class RunStatus:
     pgt2: Timings
     stall: Timings
     interval: Interval | None
-    failures: str  # how often the run is interrupted, by `every="auto"` or else by the flusher's count; "": unknown
+    failures: (
+        str  # how often the run is interrupted, by `every="auto"` or else by the flusher's count; "": unknown
+    )
     checkpoints: tuple[CheckpointStatus, ...]
     not_taken: Mapping[str, int]
     declined: tuple[StatusLine, ...]

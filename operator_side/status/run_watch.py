@@ -75,8 +75,8 @@ class RunWatch:
         self._has_polled = self._has_writer = False
 
     def poll(self) -> RunStatus:
-        """Return the status of the run now. Raises `StoreMissing`: there is no ring, no process answers, and the store is
-        empty; `StoreError`: there is nothing on this machine, and the store does not answer.
+        """Return the status of the run now. Raises `StoreMissing`: there is no ring, no process answers, and the store
+        is empty; `StoreError`: there is nothing on this machine, and the store does not answer.
         """
         notes: list[str] = []
         flusher, flusher_document = self._ask("flusher", notes)

@@ -54,6 +54,8 @@ from operator_side.supervise.supervisor_messages import (
 from operator_side.supervise.suspicion import SetAside, Suspicion
 from operator_side.supervise.verdict import INTERRUPTED, MEMORY_KILL, Cause, Death, Verdict, judge
 
+_NEW_RUN = "no checkpoint to restore, a new run begins"
+
 
 class SupervisorPhase(StrEnum):
     FINDING = "finding hosts"
@@ -137,9 +139,7 @@ class Core:
                 if step >= 0 and of_attempt > 0:
                     attempt.restored_from, attempt.fallback = CheckpointId(of_attempt, step), fallback
                     fields["of_attempt"] = of_attempt
-                how = f"every rank has restored step {step}"
-                if step < 0:
-                    how = "no checkpoint to restore, a new run begins"
+                how = f"every rank has restored step {step}" if step >= 0 else _NEW_RUN
                 return self._record_mark("restored", how, fields, now)
             case RankStepped(rank, step) if attempt.record_rank(attempt.stepped, rank):
                 return self._handle_training(attempt, step, now)

@@ -153,7 +153,9 @@ def _killed(evidence: Evidence) -> Verdict | None:
     unreported = [rank for rank in evidence.lost_first if rank not in reported]
     if unreported:
         who = _describe_process(unreported[0], evidence)
-        how = f"{who} died together with the process that reports its end, as when a container or pod is killed"
+        how = (
+            f"{who} died together with the process that reports its end, as when a container or pod is killed"
+        )
         return Verdict(Cause.KILLED, how, "killed unreported", None, 128 + signal.SIGKILL)
     if evidence.mpirun_status < 0 and not evidence.give_up_reason:
         how = f"{evidence.launcher} was killed by {signal_name(-evidence.mpirun_status)}"

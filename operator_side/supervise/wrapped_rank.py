@@ -27,7 +27,13 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.process import ENDING_SIGNALS, count_oom_kills, parent_of, set_parent_death_signal, wait_readable
+from holdfast.process import (
+    ENDING_SIGNALS,
+    count_oom_kills,
+    parent_of,
+    set_parent_death_signal,
+    wait_readable,
+)
 from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from holdfast.telemetry.event_follower import json_objects
 from operator_side.supervise.exit_codes import CommandOutcome
