@@ -1,4 +1,4 @@
-"""What a live `holdfast run` leaves in the run's directory: its lock, and the checkpoints that it has set aside.
+"""The lock that a live `holdfast run` keeps beside a ring, and the checkpoints that it has set aside.
 
 The lock keeps the ring from job to job; the kernel releases it when its holder dies. A flusher with nothing left to do
 checks whether anyone holds it: the next attempt then restores from the ring.

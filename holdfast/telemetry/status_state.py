@@ -61,7 +61,7 @@ class StatusState:
         self._declined: deque[StatusLine] = deque(maxlen=LINES_MAX)
         self._notices: deque[StatusLine] = deque(maxlen=LINES_MAX)
         self._problems: deque[StatusLine] = deque(maxlen=LINES_MAX)
-        # Of the newest durable checkpoint: rank → step, seconds.
+        # rank → step, seconds; of the newest durable checkpoint
         self._stalls: dict[int, tuple[int, float]] = {}
         self._attached: bool | None = False if role == "flusher" else None
         self._ended_at: float | None = None
