@@ -119,8 +119,9 @@ class StudyPlan:
         return None if hours is None else max(1, round(hours * HOUR_US))
 
     def _job(self, nodes: int, target: int | None = None) -> TrainingJob:
-        times = (self.profile.iteration_seconds, self.profile.restart_seconds)
-        return TrainingJob(nodes, self.nodes_min, *map(microseconds, times), target)
+        iteration_us = microseconds(self.profile.iteration_seconds)
+        restart_us = microseconds(self.profile.restart_seconds)
+        return TrainingJob(nodes, self.nodes_min, iteration_us, restart_us, target)
 
     def _advice(self, trace: Trace, job: TrainingJob) -> list[tuple[str, Advice | ConfigError]]:
         found: list[tuple[str, Advice | ConfigError]] = []
