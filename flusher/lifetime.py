@@ -40,7 +40,7 @@ from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.ring.ring import Ring
-from holdfast.ring.set_aside import read_set_aside
+from holdfast.ring.ring_keeper import read_set_aside
 from holdfast.store import open_store, require_parent
 from holdfast.store.base import Store
 from holdfast.store.concurrency import write_limit

@@ -29,8 +29,7 @@ from holdfast.telemetry.event_files import EVENTS_NAME, log_directory
 
 if TYPE_CHECKING:
     from holdfast.image.shares import ShareNumber
-    from holdfast.notify.log_watch import LogWatch
-    from holdfast.notify.notifier import Destination
+    from holdfast.notify.notifier import Destination, LogWatch
     from stager.flusher_process import Flusher, PreloadedFlusher
     from stager.mpi import MpiStagers
     from stager.standing import StandingStager
@@ -172,8 +171,7 @@ def _default_events(config: StagerConfig) -> Path:
 def _start_log_watch(config: StagerConfig, recipients: list[Destination]) -> LogWatch | None:
     if not recipients or config.events is None:
         return None
-    from holdfast.notify.log_watch import LogWatch
-    from holdfast.notify.notifier import Notifier
+    from holdfast.notify.notifier import LogWatch, Notifier
 
     return LogWatch(config.events, Notifier(recipients, run=config.store, is_unsupervised=True))
 

@@ -46,8 +46,7 @@ from holdfast.net.handshake import (
     read_hello,
     rejection,
 )
-from holdfast.net.lifelines import enable_keepalive
-from holdfast.net.tls import HANDSHAKE_RECORD, NO_TLS_HERE, AnySocket, StagerTls, TlsSocket
+from holdfast.net.tls import HANDSHAKE_RECORD, NO_TLS_HERE, AnySocket, StagerTls, TlsSocket, enable_keepalive
 from stager.reactor import Reactor
 from stager.tcp import TcpTrainersPort, refuse
 

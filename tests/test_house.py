@@ -160,7 +160,6 @@ NAMED_OTHERWISE = {
         "flusher/recovery.py",
         "holdfast/command/output.py",
         "holdfast/extras.py",
-        "holdfast/net/lifelines.py",
         "holdfast/store/posix_io.py",
         "holdfast/supervised.py",
         "holdfast/telemetry/tracing.py",

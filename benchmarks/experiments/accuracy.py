@@ -62,7 +62,7 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
         )
     for one in (undisturbed, killed):
         if one.exit_code != 0:
-            raise RuntimeError(f"a training ended with {one.exit_code}; it said:\n{one.output_tail()}")
+            raise RuntimeError(f"a training ended with {one.exit_code}; it said:\n{one.output_tail(25)}")
     if len(executed) < len(kills):
         raise RuntimeError(f"{len(executed)} of {len(kills)} kills came; the training is too quick for them")
     return _figures(folder, undisturbed, killed, executed)

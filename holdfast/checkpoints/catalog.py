@@ -2,7 +2,6 @@
 
     newest_first()   one manifest after the other, each read on demand           `holdfast ls`, report
     newest_good()    reads until one may be restored                             flusher, `holdfast import`
-    of_step(step)    the manifests of one step, and no other
     get(step)        one of them, by its step or the newest good one             `holdfast inspect|verify|pull URL@STEP`
 
 Newest is the highest (attempt, step), never a time. A file without a manifest is not a checkpoint and is not listed. A
@@ -20,8 +19,13 @@ from dataclasses import dataclass
 
 from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.lease import plain_names_are_first
-from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, newest_first, step_of
-from holdfast.checkpoints.old_slices import describe_old_slices
+from holdfast.checkpoints.manifest_order import (
+    ListedManifest,
+    describe_old_slices,
+    manifests_in,
+    newest_first,
+    step_of,
+)
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import MANIFEST_BYTES_MAX, Manifest, State, manifest_name
@@ -112,12 +116,8 @@ class CatalogListing:
     @property
     def current(self) -> Sequence[ListedManifest]:
         """The `manifests` on the line on which training continues. Raises as `branches`."""
-        branches = self.branches
-        return (
-            self.manifests
-            if branches is None
-            else [one for one in self.manifests if branches.is_current(one.order)]
-        )
+        branches = self.branches or Branches()
+        return [one for one in self.manifests if branches.is_current(one.order)]
 
     def items(
         self,
@@ -149,10 +149,6 @@ class CatalogListing:
                 width = min(_READERS, 2 * width)
         finally:
             readers.shutdown(cancel_futures=True)
-
-    def of_step(self, step: int) -> Sequence[CatalogItem]:
-        """Return the manifests of one step, newest first. Raises `StoreError`."""
-        return list(self.items([listed for listed in self.manifests if listed.order.step == step]))
 
     @property
     def old_slices(self) -> str:
@@ -269,21 +265,17 @@ class Catalog:
             )
         raise self._nothing_found_error()
 
-    def of_step(self, step: int) -> Sequence[CatalogItem]:
-        """Return the manifests of one step, newest first, those of older branches last. Reads no other step."""
-        listing = CatalogListing(self._store, step)
-        branches = listing.branches
-        found = list(listing.items())
-        if branches is not None:
-            found.sort(key=lambda item: not branches.is_current(item.order))
-        return found
-
     def _manifest_of_step(self, step: int) -> Manifest:
+        """Return the manifest of a step, from the current line if it has one. Reads no other step."""
         objects = self._store.list()
         steps = {step_of(info.name) for info in manifests_in(objects)}
         if not steps:
             raise self._nothing_found_error()
-        items = self.of_step(step) if step in steps else []
+        items: list[CatalogItem] = []
+        if step in steps:
+            listing = CatalogListing(self._store, step)
+            branches = listing.branches or Branches()
+            items = sorted(listing.items(), key=lambda item: not branches.is_current(item.order))
         if not items:
             near = sorted(steps - {step}, key=lambda other: (abs(other - step), other))
             if not near:  # the only one was pruned meanwhile

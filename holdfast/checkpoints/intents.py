@@ -84,10 +84,9 @@ class Intent(BaseModel):
 
 def intent_name(write_id: str) -> str:
     """Return the name of the intent of a write. The write-id may come from outside, in a manifest."""
-    text = (
-        write_id if _WRITE_ID.fullmatch(write_id) else sha256(write_id.encode(errors="replace")).hexdigest()
-    )
-    return f"{_PREFIX}{text}.json"
+    if not _WRITE_ID.fullmatch(write_id):
+        write_id = sha256(write_id.encode(errors="replace")).hexdigest()
+    return f"{_PREFIX}{write_id}.json"
 
 
 def discard_intent(store: Store, write_id: str) -> None:

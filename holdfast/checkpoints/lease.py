@@ -13,13 +13,8 @@
 The number of the claim is the *attempt*: it only grows, and the highest one owns the run. No message is needed when a
 writer loses the lease: one that finds a higher attempt than its own stops (`FencedError`), however long it slept.
 
-A claim also counts the failures of all attempts before it, and the state of its own; no other record of them exists.
-The next writer reads the newest whole claim and adds that attempt to the sums of its own claim. Each attempt is counted
-once, because nobody reads an older claim's sums, even if its writer wakes up and changes them.
-
-    work: none ── first checkpoint ──► running ── the ranks have left ──► left         counted: its seconds
-                                          │ a rank, or the stager, is lost ──► lost    counted: seconds, and a failure
-                                          └ no further heartbeat: counts as lost
+A claim also counts the failures of all attempts before it (docs/format.md, section 4): each once, because nobody reads
+an older claim's sums.
 
 Whether the newest claim is alive needs no clock shared between hosts. In the same place (host, boot, pid namespace) its
 process is looked up, with its start time, because pids are reused. Elsewhere its `beat` is watched: a live writer
@@ -36,14 +31,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from enum import StrEnum
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.checkpoints.branches import rewind_attempt
 from holdfast.checkpoints.identity import Identity
-from holdfast.checkpoints.manifest_order import manifests_in, newest_first
-from holdfast.checkpoints.old_slices import old_slices
+from holdfast.checkpoints.manifest_order import manifests_in, newest_first, old_slices
 from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest
 from holdfast.sealed import seal, unseal
@@ -175,16 +169,11 @@ class Lease:
             if attempts and not takeover:
                 _raise_if_alive(store, attempts[-1], identity, heartbeat_seconds, sleep)
             previous = _newest_intact(store, attempts)
-            seen = FailureCount() if previous is None else previous.failures_with_own(is_over=True)
+            attempt = (attempts[-1] if attempts else _highest_published(store, store.list())) + 1
             record = _LeaseRecord(
-                attempt=(attempts[-1] if attempts else _highest_published(store, store.list())) + 1,
-                write_id=uuid.uuid4().hex,
-                **asdict(identity),
+                attempt=attempt,
                 heartbeat_seconds=heartbeat_seconds,
-                beat=0,
-                named=_are_manifests_named(store, attempts, previous),
-                failures=seen.failures,
-                seen_seconds=seen.seconds,
+                **_inherited_fields(store, attempts, previous, identity),
             )
             if claimed_ids is not None:
                 claimed_ids.add(record.write_id)
@@ -239,11 +228,9 @@ class Lease:
         the store once, for a caller that retries by itself. Raises `FencedError` if the lease is lost, and `StoreError`
         if that is unknown.
         """
-        store, url, attempt = (
-            self._unretried_store if without_retries else self._store,
-            self._store.url,
-            self.attempt,
-        )
+        store, url, attempt = self._store, self._store.url, self.attempt
+        if without_retries:
+            store = self._unretried_store
         attempts = _list_attempts(store)
         while attempts and attempts[-1] > attempt:
             owner = _read_claim(store, attempts[-1])
@@ -341,9 +328,8 @@ def find_possibly_live_writer(store: Store, before_attempt: int) -> str:
     mine = Identity.of_this_process()
     if record is None or record.identity == mine:
         return ""
-    lives = (
-        record.identity.is_running() if mine.shares_pid_namespace(record.identity) else not record.released
-    )
+    is_here = mine.shares_pid_namespace(record.identity)
+    lives = record.identity.is_running() if is_here else not record.released
     return _describe_holder(record) if lives else ""
 
 
@@ -366,21 +352,20 @@ def _describe_holder(record: _LeaseRecord) -> str:
 def claim_attempt(store: Store, attempt: int) -> bool:
     """Claim this attempt for a job without a lease, so that later attempts are higher. False: it was taken."""
     older = [one for one in _list_attempts(store) if one < attempt]
-    previous = _newest_intact(store, older)
-    seen = FailureCount() if previous is None else previous.failures_with_own(is_over=True)
-    record = _LeaseRecord(
-        attempt=attempt,
-        write_id=uuid.uuid4().hex,
-        **asdict(Identity.of_this_process()),
-        heartbeat_seconds=1.0,
-        beat=0,
-        released=True,
-        named=_are_manifests_named(store, older, previous),
-        failures=seen.failures,
-        seen_seconds=seen.seconds,
-    )
+    fields = _inherited_fields(store, older, _newest_intact(store, older), Identity.of_this_process())
+    record = _LeaseRecord(attempt=attempt, heartbeat_seconds=1.0, released=True, **fields)
     created = store.create(_claim_name(attempt), record.to_bytes())
     return created or _was_written_by(_read_claim(store, attempt), record.write_id)
+
+
+def _inherited_fields(
+    store: Store, older: Sequence[int], previous: _LeaseRecord | None, identity: Identity
+) -> dict[str, Any]:
+    """Return the fields of a new claim that say who writes, and what is known of the attempts before."""
+    seen = FailureCount() if previous is None else previous.failures_with_own(is_over=True)
+    named = _are_manifests_named(store, older, previous)
+    counted = {"failures": seen.failures, "seen_seconds": seen.seconds}
+    return {"write_id": uuid.uuid4().hex, "beat": 0, "named": named, **asdict(identity), **counted}
 
 
 def _claim_name(attempt: int) -> str:
@@ -429,29 +414,21 @@ def _read_claim(store: Store, attempt: int) -> _LeaseRecord | None:
     reason = "its CRC-32 does not hold"
     try:
         body = unseal(store.read(name, _CLAIM_BYTES_MAX), _CRC_FIELD)
-        record = None if body is None else _LeaseRecord.model_validate_json(body)
+        if body is not None:
+            record = _LeaseRecord.model_validate_json(body)
+            if record.attempt == attempt:
+                return record
+            reason = f"it names attempt {record.attempt}"
     except StoreMissing:
         return None
     except DamageError as error:
         reason = str(error)
-        record = None
     except ValidationError as error:
         reason = error.errors(include_url=False, include_input=False)[0]["msg"]
-        record = None
-    if record is None:
-        _log.warning(
-            "%s/%s: damaged claim (%s), which is taken for that of a dead writer", store.url, name, reason
-        )
-        return None
-    if record.attempt != attempt:
-        _log.warning(
-            "%s/%s: the claim names attempt %d and is taken for that of a dead writer",
-            store.url,
-            name,
-            record.attempt,
-        )
-        return None
-    return record
+    _log.warning(
+        "%s/%s: damaged claim (%s), which is taken for that of a dead writer", store.url, name, reason
+    )
+    return None
 
 
 def _was_written_by(record: _LeaseRecord | None, write_id: str) -> bool:

@@ -6,13 +6,17 @@
 Older versions gave later attempts the plain name, too. In a run that one of them may have written, the first bytes of
 each plain manifest are read: a small request, without parsing. They only decide the order in which manifests are read:
 each is checked whole before it is used.
+
+Slices that the ranks of an older holdfast left under `slices/` are found by their names, and never read or removed.
+They are not checkpoints, but their attempts count, so that no later attempt gets the same number.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 from holdfast.errors import DamageError, StoreError, StoreMissing
@@ -22,6 +26,7 @@ from holdfast.store.base import ObjectInfo, Store
 
 _NAME = re.compile(r"step-(\d+)(?:-a(\d+))?\.json")
 _HEAD = re.compile(rb'\{"format":"[^"\\]*","run":"(?:[^"\\]|\\.)*","attempt":([1-9]\d{0,17}),')
+_SLICE = re.compile(r"slices/step-(\d{9,19})-a(\d{3,18})-r\d{5,10}of\d{5,10}(?:\.slice|\.seal\.json)")
 _HEAD_BYTES = 4096
 _SMALL_BYTES = 1 << 16
 _WHOLE_BYTES_MAX = 1 << 22  # of a manifest with another tool's formatting, which is read whole
@@ -60,7 +65,9 @@ def newest_first(
             unknown.append(info)
         else:
             attempts[info.name] = attempt or 1
-    attempts |= dict(zip((info.name for info in unknown), _read_attempts(store, unknown), strict=True))
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="catalog") as readers:
+        stated = readers.map(partial(_read_attempt, store), unknown)
+        attempts |= zip((info.name for info in unknown), stated, strict=True)
     newest = max((attempt for attempt in attempts.values() if attempt is not None), default=0)
     found = [
         ListedManifest(
@@ -76,13 +83,6 @@ def _parse_name(name: str) -> tuple[int, int | None]:
     match = _NAME.fullmatch(name)
     assert match is not None, name
     return int(match[1]), None if match[2] is None else int(match[2])
-
-
-def _read_attempts(store: Store, unknown: Sequence[ObjectInfo]) -> Iterator[int | None]:
-    if not unknown:
-        return
-    with ThreadPoolExecutor(min(_READERS, len(unknown)), thread_name_prefix="catalog") as readers:
-        yield from readers.map(lambda info: _read_attempt(store, info), unknown)
 
 
 def _read_attempt(store: Store, info: ObjectInfo) -> int | None:
@@ -104,3 +104,23 @@ def _read_attempt(store: Store, info: ObjectInfo) -> int | None:
         if error.retriable:
             raise
         return None
+
+
+def old_slices(objects: Iterable[ObjectInfo]) -> list[CheckpointId]:
+    """Return the checkpoints that have slices in this listing of the run, newest first."""
+    found = (_SLICE.fullmatch(info.name) for info in objects)
+    return sorted({CheckpointId(int(one[2]), int(one[1])) for one in found if one}, reverse=True)
+
+
+def describe_old_slices(url: str, objects: Iterable[ObjectInfo]) -> str:
+    """Return a sentence about steps that the run has only as such slices; empty without such steps."""
+    listed = list(objects)
+    published = {step_of(info.name) for info in manifests_in(listed)}
+    steps = sorted({one.step for one in old_slices(listed)} - published)
+    if not steps:
+        return ""
+    return (
+        f"{url}: this run has {len(steps)} step{'s' if len(steps) > 1 else ''} only as slices written by an older "
+        f"holdfast (the newest: step {steps[-1]}). They are no checkpoints, and nothing restores or removes them: let "
+        f"the command `assemble` of that version make files of them, or remove {url}/slices/"
+    )

@@ -1,16 +1,9 @@
 """Records in the store by which the writers of one image coordinate: they share nothing else.
 
-    .holdfast/shares/a000007-s000000120.layout    the image's layout, by the lead: a later writer of the run needs it
-                                       .start     file, upload, write-id, by the lead: the others write into it
-                                       .crcs-2    CRCs of the entries' bytes in share 2: for shares that state them
-                                       .seal-2    share 2 is written, its last act; when all are, the lead publishes
-                                       .void      the checkpoint is given up, and why: by a writer that cannot continue
-
     committed ─► all removed      void ─► all but the void removed, which a later commit or the next writer removes
 
-A flusher that gives a checkpoint up first puts the void in the place of its own seal, and only the lead may replace a
-seal with one. The seals alone therefore say whether the checkpoint may be published, and no look for a void is needed
-after them. Each object has its own CRC-32, and is input from outside.
+docs/format.md (Shares) lists the objects. A flusher that gives a checkpoint up first puts the void in the place of its
+own seal, and only the lead may replace a seal with one: the seals alone say whether the checkpoint may be published.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from holdfast.checkpoints.identity import Identity
-from holdfast.checkpoints.publish import FinishedImage
+from holdfast.checkpoints.publish import FinishedImage, exists
 from holdfast.errors import DamageError, PeerLost, ProtocolError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
@@ -244,7 +237,9 @@ class ShareRecords:
         if index == 0:
             self._write(name, void)
         # Some servers ignore that a creation is exclusive, so look first.
-        elif self._read_void(name) is None and (self._exists(name) or not self._create(name, void)):
+        elif self._read_void(name) is None and (
+            exists(self._store, self._prefix + name) or not self._create(name, void)
+        ):
             return False
         self._create("void", void)
         return True
@@ -263,13 +258,6 @@ class ShareRecords:
 
     def _create(self, name: str, record: _Record) -> bool:
         return self._store.create(self._prefix + name, seal(record.model_dump_json().encode(), _CRC_FIELD))
-
-    def _exists(self, name: str) -> bool:
-        try:
-            self._store.size(self._prefix + name)
-        except StoreMissing:
-            return False
-        return True
 
     def _read_void(self, name: str) -> ShareVoid | None:
         try:
@@ -301,10 +289,8 @@ class ShareRecords:
 def combine_seals(
     start: ShareStart, seals: Sequence[ShareSeal], index: LayoutIndex, shares: Shares
 ) -> FinishedImage:
-    """Return the facts about an image whose shares are all sealed. `seals`: of each share, in order.
-
-    Raises:
-        ProtocolError: A seal is of another write, layout or share, or one is missing; nothing may be published.
+    """Return the facts about an image whose shares are all sealed. `seals`: of each share, in order. Raises
+    `ProtocolError`: a seal is of another write, layout or share, or one is missing; nothing may be published.
     """
     for number, one in enumerate(seals):
         one.require_same_write(start, number)

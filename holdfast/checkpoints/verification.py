@@ -9,9 +9,8 @@ The manifest has what the flusher computed from its memory, so a difference is d
 A chunk that differs is read again: damage on the way back is not damage of the checkpoint. `unzip -t` would believe the
 zip's own fields, so they must agree.
 
-Numbers that are not finite are counted in the same pass, while the bytes are in the cache. The flusher does not count
-them when it checks bytes from ranks: every checkpoint is read back, whichever process wrote it (the flusher, one that
-resumed an upload, a tool that made a file from slices), and no slot of the ring waits for it.
+Numbers that are not finite are counted in the same pass, while the bytes are in the cache: every checkpoint is read
+back, whichever process wrote it, and no slot of the ring waits for it.
 """
 
 from __future__ import annotations
@@ -84,18 +83,15 @@ class VerifyReport:
     def summary(self) -> str:
         if self.ok:
             return f"{self.file}: {self.checked_bytes} bytes are as they were written"
-        names = _shorten(self.tensors)
+        names, faults = _shorten(self.tensors), len(self.damage)
+        more = f" (and {faults - 1} more faults)" if faults > 1 else ""
         tensors = f"; damaged tensors: {names}" if names else "; no tensor is touched"
-        return f"{self.file}: {self.damage[0]}{_more(len(self.damage))}{tensors}"
+        return f"{self.file}: {self.damage[0]}{more}{tensors}"
 
 
 def _shorten(names: Sequence[str]) -> str:
     rest = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _more(faults: int) -> str:
-    return f" (and {faults - 1} more faults)" if faults > 1 else ""
 
 
 def verify_file(
@@ -144,9 +140,8 @@ def verify_file(
     damage = found.damage()
     # The directory lies in the bytes just checked; damage there would only be reported again, less clearly.
     if not damage and _directory_damage(store, manifest):
-        damage += _directory_damage(
-            store, manifest
-        )  # read again: the first read may have been damaged on its way
+        # Read again: the first read may have been damaged on its way.
+        damage += _directory_damage(store, manifest)
     return report(
         *damage, checked_bytes=manifest.image_bytes, nonfinite=None if damage else found.nonfinite()
     )
@@ -203,10 +198,10 @@ class _BufferPool:
     def borrow(self, requests: int) -> Iterator[memoryview]:
         share_bytes = max(_BUFFER_BYTES_MIN, _BUFFERS_BYTES_MAX // requests & -_BUFFER_BYTES_MIN)
         nbytes = min(self._most_bytes, share_bytes)
-        buffer = None
+        buffer = memoryview(b"")
         with suppress(IndexError):
             buffer = self._free.pop()
-        if buffer is None or len(buffer) != nbytes:  # the limit has changed
+        if len(buffer) != nbytes:  # none is free, or the limit has changed
             buffer = aligned_buffer(nbytes)
         yield buffer
         self._free.append(buffer)
@@ -317,14 +312,12 @@ class _TensorIndex:
 def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
     """Check that the zip's central directory states the CRC and size of each entry; return the differences."""
     plain = plain_directory(store, manifest.file, manifest.image_bytes)
-    if plain is not None:
-        for entry in manifest.entries:
-            if not entry.name.isascii():
-                break
-            if plain.get(entry.name.encode()) != (entry.crc32, entry.nbytes, zipfile.ZIP_STORED):
-                break
-        else:
-            return []
+    if plain is not None and all(
+        entry.name.isascii()
+        and plain.get(entry.name.encode()) == (entry.crc32, entry.nbytes, zipfile.ZIP_STORED)
+        for entry in manifest.entries
+    ):
+        return []
     try:
         with zipfile.ZipFile(RangedFile(store, manifest.file, manifest.image_bytes)) as archive:
             infos = {info.filename: info for info in archive.infolist()}
@@ -333,27 +326,15 @@ def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
     found: list[Damage] = []
     tensor_index: _TensorIndex | None = None
     for index, entry in enumerate(manifest.entries):
-        info = infos.get(entry.name)
+        info, wanted = infos.get(entry.name), (entry.crc32, entry.nbytes, zipfile.ZIP_STORED)
         if info is None:
             got = "no such entry"
-        elif (info.CRC, info.file_size, info.compress_type) != (
-            entry.crc32,
-            entry.nbytes,
-            zipfile.ZIP_STORED,
-        ):
+        elif (info.CRC, info.file_size, info.compress_type) != wanted:
             got = f"{info.file_size} bytes with {info.CRC:08x}, compression {info.compress_type}"
         else:
             continue
         expected = f"{entry.nbytes} bytes with CRC-32 {entry.crc32:08x}"
         tensor_index = tensor_index or _TensorIndex(manifest)
-        found.append(
-            Damage(
-                f"directory of {entry.name}",
-                entry.offset,
-                entry.nbytes,
-                expected,
-                got,
-                tensor_index.of(index),
-            )
-        )
+        what, tensors = f"directory of {entry.name}", tensor_index.of(index)
+        found.append(Damage(what, entry.offset, entry.nbytes, expected, got, tensors))
     return found

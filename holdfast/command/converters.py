@@ -51,28 +51,18 @@ class ComparedFile(NamedTuple):
 
 
 class TensorDifference(NamedTuple):
-    """Two different tensors at one path.
-
-    Attributes:
-        dtypes: The dtype of each side. `shapes`: the shape of each side.
-        elements: Number in each; None if the shapes differ. `differing`: number of elements with different bits, or
-            with different values if the dtypes differ.
-        max_abs: Largest difference between two finite elements. `mean_abs`: mean difference of all finite elements.
-            `max_relative`: largest difference of two elements, relative to the larger of them.
-        relative: Norm of the difference, relative to the larger norm of the two tensors; finite elements only.
-        nonfinite: NaN and infinite elements of each side.
-    """
+    """Two different tensors at one path."""
 
     path: str
-    dtypes: tuple[str, str]
+    dtypes: tuple[str, str]  # of each side
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    elements: int | None = None
-    differing: int | None = None
-    max_abs: float | None = None
-    mean_abs: float | None = None
-    max_relative: float | None = None
-    relative: float | None = None
-    nonfinite: tuple[int, int] | None = None
+    elements: int | None = None  # of each side; None if the shapes differ
+    differing: int | None = None  # elements with different bits, or values if the dtypes differ
+    max_abs: float | None = None  # largest difference between two finite elements
+    mean_abs: float | None = None  # mean difference of all finite elements
+    max_relative: float | None = None  # largest difference of two elements, relative to the larger of them
+    relative: float | None = None  # norm of the difference of finite elements, relative to the larger norm
+    nonfinite: tuple[int, int] | None = None  # NaN and infinite elements of each side
 
 
 class StateComparison(NamedTuple):

@@ -5,7 +5,6 @@ check_file_place ─► .NAME.<random>.part ─► filled ─► fsync ─► re
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import uuid
@@ -55,10 +54,8 @@ def check_folder_place(destination: Path, mark: str, *, force: bool) -> Path:
 
 
 def write_atomically(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
-    """Write the file at `path` through a temporary file beside it; `fill` writes to its descriptor.
-
-    Raises:
-        StoreError: The write failed; the message says that `nbytes` are needed.
+    """Write the file at `path` through a temporary file beside it; `fill` writes to its descriptor. Raises
+    `StoreError`: the write failed; the message says that `nbytes` are needed.
     """
     temporary = _temporary(path)
     try:
@@ -73,14 +70,12 @@ def write_atomically(path: Path, nbytes: int, fill: Callable[[int], None]) -> No
     except OSError as error:
         raise write_error(path, nbytes, error) from error
     finally:
-        with contextlib.suppress(FileNotFoundError):  # renamed, or never created
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)  # renamed, or never created
 
 
 def write_folder(path: Path, nbytes: int, fill: Callable[[Path], None]) -> None:
-    """Write a folder like `write_atomically`; `fill` writes files into it, which are synced.
-
-    An existing folder is replaced; for a moment the path does not exist.
+    """Write a folder like `write_atomically`; `fill` writes files into it, which are synced. An existing folder is
+    replaced; for a moment the path does not exist.
     """
     temporary, old = _temporary(path), _temporary(path)
     try:

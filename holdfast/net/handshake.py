@@ -61,40 +61,27 @@ class Status(IntEnum):
 
 
 class JobStart(NamedTuple):
-    """One start of a job, and how often its ranks have returned to a stager since.
+    """One start of a job, and how often its ranks have returned to a stager since."""
 
-    Attributes:
-        launch: Names the launcher's job; the same after a restart by the launcher.
-        incarnation: Random bytes, the same on all ranks of one start of the job, different for each start.
-        generation: How often the ranks of this incarnation have lost a stager and returned.
-    """
-
-    launch: str
-    incarnation: bytes
-    generation: int = 0
+    launch: str  # names the launcher's job; the same after a restart by the launcher
+    incarnation: bytes  # random, the same on all ranks of one start of the job, different for each start
+    generation: int = 0  # how often the ranks of this incarnation have lost a stager and returned
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank's first message on a connection.
-
-    Attributes:
-        channel: 0 for messages, from 1 on for payloads.
-        launch: With `incarnation` and `generation`: see `JobStart`.
-        nonce: Random bytes of this connection.
-        resuming: This rank was admitted before; only the stager that admitted it can resume the connection.
-        lead_attempt: The attempt that the lead of several stagers has chosen, for the others. For the lead itself 0,
-            or, from ranks that have lost it, the attempt that its next process may continue.
-    """
+    """A rank's first message on a connection. `launch`, `incarnation`, `generation`: see `JobStart`."""
 
     rank: int
     ranks: int
-    channel: int
+    channel: int  # 0 for messages, from 1 on for payloads
     launch: str
     incarnation: bytes
-    nonce: bytes
-    resuming: bool = False
+    nonce: bytes  # random bytes of this connection
+    resuming: bool = False  # was admitted before; only the stager that admitted it can resume the connection
     generation: int = 0
+    # The attempt that the lead of several stagers has chosen, for the others. For the lead itself 0, or, from ranks
+    # that have lost it, the attempt that its next process may continue.
     lead_attempt: int = 0
 
     def to_bytes(self) -> bytes:
@@ -136,12 +123,7 @@ class VersionMismatch(ProtocolError):
 
 
 def read_hello(data: bytes) -> Hello:
-    """Decode a hello.
-
-    Raises:
-        VersionMismatch: The rank speaks another version.
-        ProtocolError: The hello is malformed.
-    """
+    """Decode a hello. Raises `VersionMismatch`; `ProtocolError`: it is malformed."""
     _, version, wire_version, channel, rank, ranks, _, resuming, *start, incarnation, nonce = (
         _HELLO.unpack_from(data)
     )
@@ -190,12 +172,7 @@ class TlsRequired(ProtocolError):
 
 def answer_challenge(key: bytes, hello: bytes, data: bytes, received: int) -> bytes | None:
     """Check the stager's proof and return the rank's; None if the stager has another key. `received`: how many messages
-    this rank has received on this channel.
-
-    Raises:
-        VersionMismatch: The stager speaks another version.
-        TlsRequired: The stager accepts only connections with TLS.
-        ProtocolError: The peer is no stager.
+    this rank has received on this channel. Raises `VersionMismatch`; `TlsRequired`; `ProtocolError`: it is no stager.
     """
     magic, status, nonce, proof = _CHALLENGE.unpack(data)
     if magic != _MAGIC:

@@ -1,4 +1,6 @@
-"""TLS 1.3 around a rank's connection to a stager, if both are configured for it; the key handshake runs inside it.
+"""The sockets between ranks and a stager: keepalive, and TLS 1.3 if both are configured for it.
+
+The key handshake runs inside TLS.
 
     rank: trusts certificates in `tls_ca` ──► TLS ◄── stager: shows `tls_cert`, which is for the host in HOLDFAST_STAGER
 
@@ -12,64 +14,62 @@ import socket
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError
 from holdfast.net.address import Address
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 _log = logging.getLogger("holdfast.tls")
 
 HANDSHAKE_RECORD = b"\x16\x03"  # the first bytes of a connection with TLS
 # A fatal alert, no_application_protocol: a stager without TLS sends it to a TLS client; a stager with TLS never does.
 NO_TLS_HERE = b"\x15\x03\x03\x00\x02\x02\x78"
-_NO_TLS_THERE = (
-    "no application protocol"  # OpenSSL's text of that alert; not every Python has a constant for it
-)
+_NO_TLS_THERE = "no application protocol"  # OpenSSL's text of that alert; not every Python has a constant
 _BYTES_PER_READ_MAX = 1 << 20
 _BYTES_PER_WRITE_MAX = 256 * 1024  # OpenSSL does not report a partial write
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_IDLE_SECONDS, _EVERY_SECONDS, _PROBES = 5, 2, 3
+_UNANSWERED_SECONDS_MAX = 10.0  # for the other machine to answer a keepalive
 
 
-class TlsSocket:
-    """A TCP connection with TLS, with the socket methods that holdfast uses. One thread at a time."""
-
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._sock = sock
+class TlsSocket(ssl.SSLSocket):
+    """A TCP connection with TLS, for code that expects a plain one: it raises `BlockingIOError`, and knows the calls
+    with several buffers. `close` does no TLS shutdown: counts tell both sides which bytes were received.
+    """
 
     def handshake(self) -> bool:
         """Continue the TLS handshake; return whether it is done. Raises `OSError`: the peer refuses, or has no TLS."""
         try:
-            self._sock.do_handshake()
+            self.do_handshake()
         except _WAITS:
             return False
         return True
 
-    def pending(self) -> int:
-        """How many decrypted bytes can be read without the kernel."""
-        return self._sock.pending()
-
     def peek_plain(self, nbytes: int) -> bytes:
         """Peek at the raw bytes before the TLS handshake; they stay in the socket."""
-        return socket.socket.recv(self._sock, nbytes, socket.MSG_PEEK)
+        return socket.socket.recv(self, nbytes, socket.MSG_PEEK)
 
     def reject_plain(self, data: bytes, nbytes: int) -> None:
         """Read up to `nbytes` and send `data`, both without TLS, for a peer that does not speak it."""
-        socket.socket.recv(self._sock, nbytes)
-        socket.socket.send(self._sock, data)
+        socket.socket.recv(self, nbytes)
+        socket.socket.send(self, data)
 
-    def recv(self, nbytes: int) -> bytes:
+    def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
         try:
-            return self._sock.recv(nbytes)
+            return super().recv(buflen, flags)
         except _WAITS:
             raise BlockingIOError from None
 
-    def recv_into(self, buffer: bytearray | memoryview) -> int:
+    def recv_into(self, buffer: WriteableBuffer, nbytes: int | None = None, flags: int = 0) -> int:
         try:
-            return self._sock.recv_into(buffer)
+            return super().recv_into(buffer, nbytes, flags)
         except _WAITS:
             raise BlockingIOError from None
 
-    def recvmsg_into(self, buffers: Sequence[memoryview]) -> tuple[int, list[Any], int, Any]:
+    def recvmsg_into(self, buffers: Sequence[memoryview]) -> tuple[int, list[Any], int, Any]:  # type: ignore[override]
         """As `socket.recvmsg_into`; calls OpenSSL many times, which returns at most 16 KiB per call."""
         total = 0
         for buffer in buffers:
@@ -89,43 +89,39 @@ class TlsSocket:
                 total += nbytes
         return total, [], 0, None
 
-    def send(self, data: bytes | bytearray | memoryview) -> int:
+    def send(self, data: ReadableBuffer, flags: int = 0) -> int:
         """As `socket.send`. After a `BlockingIOError` the next call must begin with the same bytes."""
         try:
-            return self._sock.send(memoryview(data)[:_BYTES_PER_WRITE_MAX])
+            return super().send(memoryview(data)[:_BYTES_PER_WRITE_MAX], flags)
         except _WAITS:
             raise BlockingIOError from None
 
-    def sendmsg(self, buffers: Sequence[memoryview]) -> int:
+    def sendmsg(self, buffers: Sequence[memoryview]) -> int:  # type: ignore[override]
         return self.send(buffers[0])
 
-    def sendall(self, data: bytes | bytearray | memoryview) -> None:
-        self._sock.sendall(data)
 
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def setblocking(self, blocking: bool) -> None:
-        self._sock.setblocking(blocking)
-
-    def settimeout(self, seconds: float | None) -> None:
-        self._sock.settimeout(seconds)
-
-    def setsockopt(self, level: int, option: int, value: int) -> None:
-        self._sock.setsockopt(level, option, value)
-
-    def close(self) -> None:
-        """Close without a TLS shutdown: counts tell both sides which bytes were received."""
-        self._sock.close()
-
-    def __enter__(self) -> TlsSocket:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+AnySocket = socket.socket  # with TLS or without
 
 
-AnySocket = socket.socket | TlsSocket
+def enable_keepalive(sock: socket.socket, *, messages: bool) -> None:
+    """Have the kernel end the connection if the other machine does not answer for about ten seconds. A stopped process
+    does not count: its kernel answers. `messages`: also limit unacknowledged data; not for payloads, which may wait at
+    the closed window of a stopped process.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _EVERY_SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    if messages:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_UNANSWERED_SECONDS_MAX * 1000))
+
+
+def _make_context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.sslsocket_class = TlsSocket
+    return context
 
 
 class StagerTls:
@@ -141,7 +137,9 @@ class StagerTls:
     def wrap(self, sock: socket.socket) -> TlsSocket:
         """Wrap an accepted, non-blocking connection before its TLS handshake. Raises `OSError`: it has ended."""
         self._reload_if_changed()
-        return TlsSocket(self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
+        wrapped = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        assert isinstance(wrapped, TlsSocket)
+        return wrapped
 
     def _reload_if_changed(self) -> None:
         mtimes = self._mtimes()
@@ -162,8 +160,7 @@ class StagerTls:
             return ()
 
     def _load(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context = _make_context(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self._cert, self._key, password=_no_password)
         except ssl.SSLError as error:
@@ -187,9 +184,7 @@ class RankTls:
     """A rank's side of TLS. Any thread. `ca`: file with the trusted certificates. Raises `ConfigError`: unreadable."""
 
     def __init__(self, ca: Path) -> None:
-        self._ca = ca
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._context.minimum_version = ssl.TLSVersion.TLSv1_3
+        self._ca, self._context = ca, _make_context(ssl.PROTOCOL_TLS_CLIENT)
         try:
             self._context.load_verify_locations(cafile=ca)
         except ssl.SSLError as error:
@@ -202,10 +197,10 @@ class RankTls:
                 "stager, or of the authority that has signed it"
             ) from None
 
-    def wrap(self, sock: socket.socket, address: Address) -> TlsSocket:
+    def wrap(self, sock: socket.socket, address: Address) -> socket.socket:
         """Wrap a connection, with the TLS handshake. Raises `ConfigError`: not trusted, or no TLS; `OSError`: ended."""
         try:
-            return TlsSocket(self._context.wrap_socket(sock, server_hostname=address.host))
+            return self._context.wrap_socket(sock, server_hostname=address.host)
         except ssl.SSLCertVerificationError as error:
             raise ConfigError(
                 f"the certificate of the stager at {address} is not accepted: {error.verify_message.rstrip('.')}; "

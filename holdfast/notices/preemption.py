@@ -184,9 +184,8 @@ class PreemptionCoordinator:
             return self._give_up(f"{overdue}; it is stopped or cut off", now)
         if not self.open and self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
-            return (
-                [self._agreement.begin(now)] if left is not None and left > 0 and not self._lost_ranks else []
-            )
+            may_save = left is not None and left > 0 and not self._lost_ranks
+            return [self._agreement.begin(now)] if may_save else []
         if self._appointed_at is None:
             return []
         waited = now - self._appointed_at

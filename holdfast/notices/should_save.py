@@ -102,12 +102,12 @@ def _in_flight_seconds(outlook: Outlook) -> float:
     """
     seconds = 0.0
     for flight in outlook.in_flight:
-        own = (
-            flight.elapsed_seconds * (1 - flight.fraction) / flight.fraction if flight.fraction > 0 else None
-        )
-        others = None if outlook.staged_seconds is None else outlook.staged_seconds * (1 - flight.fraction)
-        known = [guess for guess in (own, others) if guess is not None]
-        seconds += min(known) if known else 0.0
+        left, known = 1 - flight.fraction, []
+        if flight.fraction > 0:
+            known.append(flight.elapsed_seconds * left / flight.fraction)
+        if outlook.staged_seconds is not None:
+            known.append(outlook.staged_seconds * left)
+        seconds += min(known, default=0.0)
     return seconds
 
 

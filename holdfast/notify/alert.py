@@ -67,14 +67,10 @@ _OTHERS: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
 
 
 def alert_for(fields: Mapping[str, Any], *, is_unsupervised: bool = False) -> Alert | None:
-    """Return the message about one event, if people need one.
-
-    `is_unsupervised`: No supervisor reports losses and ends.
-    """
+    """Return the message about an event, if people need one. `is_unsupervised`: no supervisor reports losses."""
     role, event = str(fields.get("role")), str(fields.get("event"))
-    kind, title, severity = (
-        _classify_unsupervised(role, event, fields) if is_unsupervised else None
-    ) or _classify(role, event, fields)
+    alone = _classify_unsupervised(role, event, fields) if is_unsupervised else None
+    kind, title, severity = alone or _classify(role, event, fields)
     if not kind:
         return None
     text = _alert_text(event, fields)
@@ -113,9 +109,7 @@ def _classify(role: str, event: str, fields: Mapping[str, Any]) -> tuple[str, st
     match role, event:
         case "supervisor", "ended" if cause in _ENDS:
             return cause, _ENDS[cause], Severity.WARNING
-        case "supervisor", "training" if (
-            "launched_seconds" in fields
-        ):  # the first attempt has no `launched_seconds`
+        case "supervisor", "training" if "launched_seconds" in fields:  # the first attempt has none
             return "resumed", "resumed", Severity.INFO
         case "supervisor", "resume_proof":
             verdict = str(fields.get("verdict"))

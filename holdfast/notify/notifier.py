@@ -1,6 +1,9 @@
 """Sends messages about a run to people, without delaying the run.
 
 notify(event) ─► alert ─► rate limit per kind ─► a bounded queue and a thread for each destination ─► tries, with pauses
+
+Without `holdfast run` a thread of the stager's process follows the event log of stager and flusher. The stager's loop
+is not involved: neither a slow destination nor a slow disk under the log delays a rank.
 """
 
 from __future__ import annotations
@@ -12,16 +15,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from holdfast.notify.alert import Alert, alert_for
 from holdfast.notify.webhook import Undelivered
+from holdfast.telemetry.event_follower import Follower
 
 WINDOW_SECONDS = 300.0
 CLOSE_SECONDS_MAX = 10.0
 PAUSES_SECONDS = (1.0, 4.0)  # between the tries for one message
 _QUEUED_MAX = 64
+_LOG_POLL_SECONDS = 0.5
 
 _log = logging.getLogger("holdfast.run")
 
@@ -52,9 +58,8 @@ class AlertRateLimiter:
             return None
         self._sent[alert.kind] = now
         count = self._dropped.pop(alert.kind, 0)
-        return (
-            alert._replace(text=f"{alert.text} ({count} more of this kind were not sent)") if count else alert
-        )
+        more = f" ({count} more of this kind were not sent)" if count else ""
+        return alert._replace(text=alert.text + more)
 
 
 class _Sender(threading.Thread):
@@ -126,10 +131,10 @@ class Notifier:
         pauses_seconds: Sequence[float] = PAUSES_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._context, self._is_unsupervised = (
-            {"run": _without_secrets(run), "host": socket.gethostname()},
-            is_unsupervised,
-        )
+        url = urlsplit(run)
+        public = url._replace(netloc=url.netloc.rpartition("@")[2], query="").geturl()
+        self._context = {"run": public, "host": socket.gethostname()}
+        self._is_unsupervised = is_unsupervised
         self._rate_limiter, self._clock = AlertRateLimiter(window_seconds), clock
         self._senders = [_Sender(one, pauses_seconds) for one in destinations]
         for sender in self._senders:
@@ -156,6 +161,36 @@ class Notifier:
             sender.join(max(0.0, deadline - time.monotonic()))
 
 
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+class LogWatch(threading.Thread):
+    """Thread that starts itself. `events`: the log, may not exist yet; old lines are skipped. Closes `notifier`."""
+
+    def __init__(self, events: Path, notifier: Notifier) -> None:
+        super().__init__(name="notify-log", daemon=True)
+        self._follower, self._notifier = Follower(events), notifier
+        self._closing = threading.Event()
+        self._last: Mapping[str, Any] | None = None
+        self.start()
+
+    def run(self) -> None:
+        while not self._closing.wait(_LOG_POLL_SECONDS):
+            self._poll()
+        self._poll()
+        if self._last is not None:
+            self._notifier.notify(self._last)
+        self._notifier.close()
+        self._follower.close()
+
+    def close(self, last: Mapping[str, Any] | None = None) -> None:
+        """Send messages for the rest of the log, then for `last`. Bounded in time; a second call sends nothing."""
+        if not self._closing.is_set():
+            self._last = last
+            self._closing.set()
+        self.join(2 * CLOSE_SECONDS_MAX)
+
+    def _poll(self) -> None:
+        try:
+            while events := list(self._follower.read()):
+                for event in events:
+                    self._notifier.notify(event)
+        except Exception:  # noqa: BLE001 - a bug here must not end the messages
+            _log.exception("notify: an event could not be reported")

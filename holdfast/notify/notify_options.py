@@ -38,7 +38,6 @@ _COMMAND = click.option(
 
 def destinations(urls: Sequence[str], commands: Sequence[str]) -> list[Destination]:
     """Return the destinations that the options name. Raises `ConfigError`: a URL is not supported."""
-    from holdfast.notify.alert_command import AlertCommand
-    from holdfast.notify.webhook import Webhook
+    from holdfast.notify.webhook import AlertCommand, Webhook
 
     return [*map(Webhook, urls), *map(AlertCommand, commands)]

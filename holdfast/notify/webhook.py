@@ -1,4 +1,4 @@
-"""Sends each message as a POST, in the format of the service behind the URL.
+"""The destinations of messages: a command of the user, and a POST in the format of the service behind a URL.
 
     https://hooks.slack.com/…            {"text": …}; also for Discord's URLs that end in /slack
     https://discord.com/api/webhooks/…   {"content": …}; also of its test clients (ptb.discord.com), and /api/v10/
@@ -11,9 +11,13 @@ A webhook URL is a secret that allows writing. Log lines show only its host.
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
+import os
 import re
+import signal
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -23,7 +27,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from holdfast.errors import ConfigError
 from holdfast.notify.alert import Alert, Severity
 
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS, COMMAND_SECONDS_MAX = 10.0, 30.0
 _PRIORITY = {Severity.INFO: ("default", "information_source"), Severity.WARNING: ("high", "warning")}
 _URGENT = ("urgent", "rotating_light")
 _TRANSIENT = {408, 425, 429}
@@ -98,6 +102,45 @@ class Webhook:
             # The text may quote an error of a script, which must not mention users or @everyone.
             return {"content": f"**{title}**\n{alert.text}", "allowed_mentions": {"parse": []}}
         return alert_document(alert, context)
+
+
+class AlertCommand:
+    """A command for `/bin/sh`; gets the message as JSON on stdin, and HOLDFAST_EVENT and HOLDFAST_TEXT. Any thread.
+    `timeout_seconds`: kill the process group after this time. `name`: for people, without the command, which may
+    contain a secret.
+    """
+
+    def __init__(self, command: str, *, timeout_seconds: float = COMMAND_SECONDS_MAX) -> None:
+        self._command, self._timeout_seconds = command, timeout_seconds
+        self.name = "--notify-command"
+
+    def send(self, alert: Alert, context: Mapping[str, Any]) -> Undelivered | None:
+        """Run the command to its end. No retry after a failure: the command may have done half of its work."""
+        payload = json.dumps(alert_document(alert, context)).encode()
+        try:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", self._command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={
+                    **os.environ,
+                    "HOLDFAST_EVENT": alert.kind,
+                    "HOLDFAST_TEXT": f"{alert.title}: {alert.text}",
+                },
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Undelivered(error.strerror or type(error).__name__, may_retry=False)
+        try:
+            process.communicate(payload, timeout=self._timeout_seconds)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return Undelivered(f"killed after {self._timeout_seconds:g} s", may_retry=False)
+        status = process.returncode
+        return Undelivered(f"exit code {status}", may_retry=False) if status else None
 
 
 def alert_document(alert: Alert, context: Mapping[str, Any]) -> dict[str, Any]:

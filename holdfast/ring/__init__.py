@@ -6,5 +6,5 @@ pages, growth                  huge pages; how far a ring without a configured s
 near_ring, remains             reading the ring on the same machine; checkpoints left in it
 side_files, checkpoint_record  files beside the ring; the one of a checkpoint in it
 doubts, proofs                 the files of doubted steps, and of what the steps after checkpoints used
-set_aside, ring_keeper         steps set aside; the lock of a supervisor
+ring_keeper                    the lock of a supervisor, and the checkpoints that it has set aside
 """

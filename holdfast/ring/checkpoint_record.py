@@ -19,21 +19,16 @@ _CRC_FIELD = "checkpoint_crc32"
 
 
 class CheckpointRecord(BaseModel):
-    """The record of one checkpoint while it is in the ring.
-
-    Attributes:
-        state: `receiving` until all slices are in the ring, then `staged`.
-        layout_digest: Which layout its chunks follow; the layout lies beside it.
-        record: Times and bytes of the phases so far: `{"ranks": {"0": {"saved_at_unix": ...}}, "stager": {...}}`.
-    """
+    """The record of one checkpoint while it is in the ring."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     version: Literal[2] = 2
     attempt: Annotated[int, Field(ge=1, lt=2**62)]
     step: Annotated[int, Field(ge=0, lt=2**62)]
-    state: Literal["receiving", "staged"]
-    layout_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    state: Literal["receiving", "staged"]  # staged: all slices are in the ring
+    layout_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # of the layout that lies beside it
+    # Times and bytes of the phases so far: {"ranks": {"0": {"saved_at_unix": ...}}, "stager": {...}}
     record: dict[str, Any] = Field(default_factory=dict)
 
     def to_bytes(self) -> bytes:

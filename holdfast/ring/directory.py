@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.errors import ConfigError, StoreError
@@ -72,10 +73,7 @@ def make_private_directory(
     directory: Path, *, what: str = "runtime directory", advice: str = "set runtime_dir"
 ) -> None:
     """Make `directory` (and its base) for this user alone, or check that an existing one is. `what`, `advice`: for
-    messages.
-
-    Raises:
-        ConfigError: It is a link, belongs to somebody else, or others may write into it.
+    messages. Raises `ConfigError`: it is a link, belongs to somebody else, or others may write into it.
     """
     base = directory.parent
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,10 +93,7 @@ def check_private_directory(
     directory: Path, *, what: str = "runtime directory", advice: str = "set runtime_dir"
 ) -> None:
     """Check that `directory` is a directory (no link) of this user with mode 0700. `what`, `advice`: for messages.
-
-    Raises:
-        ConfigError: It is not.
-        FileNotFoundError: It is missing.
+    Raises `ConfigError`: it is not; `FileNotFoundError`.
     """
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
@@ -110,6 +105,16 @@ def check_private_directory(
         )
 
 
+@contextlib.contextmanager
+def private_file(path: Path, flags: int) -> Iterator[int]:
+    """As `open_private_file`, closed at the end of the block."""
+    fd = open_private_file(path, flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def machine_error(path: Path, error: OSError) -> StoreError:
     """Return the retriable error to raise when the machine, and not the file at `path`, is the cause."""
     advice = _ADVICE.get(error.errno or 0, "it is retried; see the kernel's log (dmesg) if it persists")
@@ -117,12 +122,9 @@ def machine_error(path: Path, error: OSError) -> StoreError:
 
 
 def open_private_file(path: Path, flags: int) -> int:
-    """Open a file of a private directory, without following a link; new files get mode 0600.
-
-    Raises:
-        ConfigError: It is a link, not a regular file, or not ours.
-        StoreError: The machine lacks something, such as descriptors or room; the file may be intact, so retry.
-        FileNotFoundError, FileExistsError: As `os.open`.
+    """Open a file of a private directory, without following a link; new files get mode 0600. Raises `ConfigError`: it
+    is a link, not a regular file, or not ours; `StoreError`: the machine lacks something, such as descriptors or room,
+    so retry; `FileNotFoundError`, `FileExistsError`: as `os.open`.
     """
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

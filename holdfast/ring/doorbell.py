@@ -3,13 +3,9 @@
     stager  ── hello, begin, chunk, staged, abort, doubt, proof, finish ───────────────────►  flusher
             ◄── welcome | refused, began, freed, grown, durable, verified, bad, failed, held, drained ──
 
-A stager whose flusher died sends hello with its attempt to the next one. If the welcome says `resumed`, ring and
-attempt are unchanged, and the stager replays what it knows (begin, chunk, staged, abort). Messages that the flusher
-knows already have no effect.
-
-One JSON object per packet, at most 64 KiB. The journal is the truth; a message only says where to look. Nothing here
-blocks: a message that the socket does not accept waits in the channel until `flush` or `poll`. A peer that is gone is
-not an error but a state, `closed`: both sides have their own plan for it.
+docs/ring.md says what each message means. Nothing here blocks: a message that the socket does not accept waits in the
+channel until `flush` or `poll`. A peer that is gone is not an error but a state, `closed`: both sides have their own
+plan for it.
 
 Every message is input from outside: its kind, its fields and their types are checked against `FIELDS` before use.
 """
@@ -26,6 +22,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -278,11 +275,8 @@ class Listener:
 
 def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
     """Connect to the flusher whose socket is `path`, without sending anything. The stager's end. `wait_seconds`: how
-    long to wait for the socket to appear.
-
-    Raises:
-        PeerLost: No process listens there.
-        ProtocolError: The listener is another user's process.
+    long to wait for the socket to appear. Raises `PeerLost`: no process listens there; `ProtocolError`: the listener is
+    another user's process.
     """
     deadline = time.monotonic() + wait_seconds
     while True:
@@ -305,19 +299,14 @@ def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
         time.sleep(_RETRY_SECONDS)
 
 
-class _short_path:  # noqa: N801 (reads as a function)
+@contextlib.contextmanager
+def _short_path(path: Path) -> Iterator[str]:
     """A name for `path` that fits the 107 bytes of a unix socket address, however deep its directory lies."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = -1
-
-    def __enter__(self) -> str:
-        self._fd = os.open(self._path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._fd}/{self._path.name}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
 
 
 def _check_peer(connection: socket.socket) -> int:

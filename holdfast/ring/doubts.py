@@ -1,10 +1,7 @@
 """The file `doubts` beside a ring: steps of its jobs that may be torn, even if the bytes in ring and store are intact.
 
-    rank: DOUBT ─► stager: the file, then DOUBTED to all ranks, and `doubt` to the flusher ─► the manifests are marked
-                                │ any of them dies here
-                                └─► the next flusher reads the file when it starts, and marks what is not marked yet
-
-The stager replaces the file whole; it stays as long as the ring does. Marking twice changes nothing.
+The stager replaces the file whole before it tells anybody; it stays as long as the ring does. A flusher that starts
+marks what is not marked yet: marking twice changes nothing.
 """
 
 from __future__ import annotations

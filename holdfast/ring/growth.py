@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from pathlib import Path
 
 from holdfast.process import available_memory_bytes
@@ -30,5 +30,4 @@ def growth_bytes(free_bytes: int, available_bytes: int) -> int:
 
 def growth_bytes_in(directory: Path) -> int:
     """Return by how much a ring in this directory may grow now."""
-    found = os.statvfs(directory)
-    return growth_bytes(found.f_bavail * found.f_frsize, available_memory_bytes())
+    return growth_bytes(shutil.disk_usage(directory).free, available_memory_bytes())

@@ -1,20 +1,11 @@
 """The journal: which chunk of which checkpoint lies in each slot of the ring, in bytes that survive every process.
 
-Byte tables in docs/ring.md. One 4096-byte header, then one 8192-byte record per slot. A slot's state goes round:
+One 4096-byte header, then one 8192-byte record per slot. A slot's state goes round:
 
     FREE ──stager──► FILLING ──stager──► FULL ──flusher──► FREE        (FILLING ──stager──► FREE when it gives up)
 
-Rules that make a kill at any instruction harmless:
-1. Each state has one writer; no locks.
-2. The fields that a state promises are written, with their CRC, before the state word, which changes by a store of one
-   byte.
-3. FILLING and FULL have a CRC each, over fields that the other does not rewrite, so a record torn in `mark_full` is
-   still a whole FILLING record.
-4. A freed slot keeps its record and its bytes. `mark_filling` first of all clears the record's content part. A FREE
-   slot with a whole record (`remains`) therefore has exactly the bytes that were FULL under it.
-5. The number of slots added later is a word of its own, set by one store once their records and memory exist.
-6. Sources that do not fit into a record lie in a file beside the journal, written before the record names them. The
-   record's CRC covers all of them, so a file of another chunk does not match.
+Each state has one writer, so nothing locks. docs/ring.md has the bytes, and the order of stores that makes a kill at
+any instruction harmless: a record torn in `mark_full`, for example, is still a whole FILLING record.
 """
 
 from __future__ import annotations
@@ -24,13 +15,14 @@ import mmap
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.crc import crc32
-from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.image.chunks import Source
 from holdfast.image.layout import SOURCES_MAX
-from holdfast.ring.side_files import SourceFiles
+from holdfast.ring.side_files import read_side_file, write_side_file
 
 HEADER_BYTES = 4096
 RECORD_BYTES = 8192
@@ -93,8 +85,7 @@ class Header(NamedTuple):
 
     def checked(self, source: str) -> Header:
         """Return this header if every field is in range. Raises a `ProtocolError` that names `source` and the field."""
-        page_multiple = self.chunk_bytes % _PAGE_BYTES == 0
-        if not 0 < self.chunk_bytes <= CHUNK_BYTES_MAX or not page_multiple:
+        if not 0 < self.chunk_bytes <= CHUNK_BYTES_MAX or self.chunk_bytes % _PAGE_BYTES:
             raise ProtocolError(
                 f"{source}: chunk_bytes {self.chunk_bytes}, expected a multiple of {_PAGE_BYTES}"
             )
@@ -106,18 +97,13 @@ class Header(NamedTuple):
 
 
 class Journal:
-    """Reads and writes the records in mapped memory.
-
-    Args:
-        memory: The whole journal file, mapped shared; it may have room for more records than there are slots.
-        source_files: The files for sources that do not fit into a record.
-
-    Raises:
-        ProtocolError: The header is not one of ours.
+    """Reads and writes the records in mapped memory. `memory`: the whole journal file, mapped shared; it may have room
+    for more records than there are slots. `directory`: the ring's, with the files for sources that do not fit into a
+    record. Raises `ProtocolError`: the header is not one of ours.
     """
 
-    def __init__(self, memory: mmap.mmap, source: str, source_files: SourceFiles) -> None:
-        self._memory, self._source, self._source_files = memory, source, source_files
+    def __init__(self, memory: mmap.mmap, directory: Path) -> None:
+        self._memory, self._directory, self._source = memory, directory, str(directory / "journal")
         self.header = self._read_header()
         self.ring_chunks = self.header.ring_chunks
         self.refresh_slots()
@@ -184,7 +170,7 @@ class Journal:
         if len(ordered) > SOURCES_INSIDE_MAX:
             # Version 2 first: a reader of version 1 alone must not meet a record that it cannot read.
             self._memory[_VERSION_OFFSET] = _VERSION_MORE  # one store: `pack_into` would clear the word first
-            self._source_files.write(slot, pairs[SOURCES_INSIDE_MAX * _PAIR.size :])
+            write_side_file(self._directory / f"sources-{slot}", pairs[SOURCES_INSIDE_MAX * _PAIR.size :])
         inside = pairs[: SOURCES_INSIDE_MAX * _PAIR.size]
         self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + len(inside)] = inside
         raw = _CONTENT.pack(0, len(ordered), nbytes)[4:]
@@ -214,7 +200,6 @@ class Journal:
 
     def remains(self, slot: int) -> SlotRecord | None:
         """Return the chunk in a FULL slot, or the last one that is still in a FREE slot; None without a whole chunk.
-
         For the stager, which alone fills slots: the answer stays true until it does.
         """
         state = self.state(slot)
@@ -242,7 +227,7 @@ class Journal:
         inside = min(count, SOURCES_INSIDE_MAX)
         pairs = self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + inside * _PAIR.size]
         if count > inside:
-            pairs += self._source_files.read(slot)
+            pairs += self._read_more_sources(slot)
             self._expect(
                 len(pairs) == count * _PAIR.size,
                 slot,
@@ -253,6 +238,14 @@ class Journal:
         in_order = all(one.rank < other.rank for one, other in itertools.pairwise(sources))
         self._expect(in_order, slot, "its ranks are not ascending")
         return SlotRecord(slot, state, attempt, step, chunk, nbytes, sources)
+
+    def _read_more_sources(self, slot: int) -> bytes:
+        try:
+            return read_side_file(self._directory / f"sources-{slot}")
+        except FileNotFoundError:
+            return b""
+        except ConfigError as error:  # costs the slot, as any damage of its record does
+            raise ProtocolError(str(error)) from error
 
     def _expect(self, holds: bool, slot: int, what: str) -> None:
         if not holds:

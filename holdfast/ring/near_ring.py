@@ -26,25 +26,19 @@ from holdfast.faultpoint import Point, reach
 from holdfast.process import boot_id
 from holdfast.ring.directory import check_private_directory, machine_error, open_private_file
 from holdfast.ring.journal import Journal, SlotRecord, SlotState
-from holdfast.ring.side_files import SourceFiles, read_side_file, stager_lock_path
+from holdfast.ring.side_files import read_side_file, stager_lock_path
 
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 _FIELDS = TypeAdapter(tuple[_Text, Annotated[int, Field(ge=1, lt=2**62)], _Text, _Text])
 
 
 class RingLocation(NamedTuple):
-    """Where a stager's ring lies, and how another process recognises that very ring, and not one of the same name.
+    """Where a stager's ring lies, and how another process recognises that very ring, and not one of the same name."""
 
-    Attributes:
-        directory: The run's runtime directory, as the stager names it.
-        attempt: The stager's. `token`: random, in the file that this stager keeps beside the ring.
-        boot_id: Boot id of the kernel: machines may share a directory, but not memory.
-    """
-
-    directory: str
-    attempt: int
-    token: str
-    boot_id: str
+    directory: str  # the run's runtime directory, as the stager names it
+    attempt: int  # the stager's
+    token: str  # random, in the file that this stager keeps beside the ring
+    boot_id: str  # of the kernel: machines may share a directory, but not memory
 
     def to_bytes(self) -> bytes:
         return json.dumps(self).encode()
@@ -59,12 +53,9 @@ class RingLocation(NamedTuple):
 
 
 class NearRing:
-    """A ring of this machine, for reading. Any thread.
-
-    Raises:
-        ConfigError: It is not on this machine, not this user's, or replaced by another one.
-        ProtocolError: The journal is damaged.
-        StoreError: The machine lacks something, such as descriptors.
+    """A ring of this machine, for reading. Any thread. Raises `ConfigError`: it is not on this machine, not this
+    user's, or replaced by another one; `ProtocolError`: the journal is damaged; `StoreError`: the machine lacks
+    something.
     """
 
     def __init__(self, place: RingLocation) -> None:
@@ -86,7 +77,7 @@ class NearRing:
             raise ConfigError(f"{error.filename}: there is no such file on this machine") from error
         except (OSError, ValueError) as error:  # an empty journal cannot be mapped
             raise ConfigError(f"{directory}: the ring cannot be read: {error}") from error
-        self._journal = Journal(memory, str(directory / "journal"), SourceFiles(directory))
+        self._journal = Journal(memory, directory)
         self._slots: dict[tuple[int, int, int], int] = {}
         for slot in range(self._journal.ring_chunks):
             record = self._record(slot)
@@ -96,17 +87,12 @@ class NearRing:
     def read(self, attempt: int, step: int, chunk: int, wanted: Iterable[tuple[int, memoryview]]) -> bool:
         """Fill memory with parts of a chunk. `wanted`: where each part begins in the chunk, and its memory. Return
         whether these are bytes of that chunk; if not, it has left the ring, and the memory's content is undefined.
-
-        Raises:
-            StoreError: The machine failed.
+        Raises `StoreError`: the machine failed.
         """
-        slot = self._slots.get((attempt, step, chunk))
+        wanted_chunk = (attempt, step, chunk)
+        slot = self._slots.get(wanted_chunk)
         record = None if slot is None else self._record(slot)
-        if (
-            slot is None
-            or record is None
-            or (record.attempt, record.step, record.chunk) != (attempt, step, chunk)
-        ):
+        if slot is None or record is None or (record.attempt, record.step, record.chunk) != wanted_chunk:
             return False
         reach(Point.RING_SEEN)
         base = slot * self._journal.header.chunk_bytes

@@ -12,9 +12,7 @@ import mmap
 from collections.abc import Callable
 
 _HUGE_BYTES = 2 << 20
-_FAILURES_MAX = (
-    8  # in a row: a page in use is skipped, but a kernel without huge pages would fail on every page
-)
+_FAILURES_MAX = 8  # in a row: a page in use is skipped, but a kernel without huge pages fails on every page
 # mmap(2), madvise(2), Linux 6.1; Python has no names for them.
 _PROT_NONE, _MAP_FIXED, _MADV_COLLAPSE = 0, 0x10, 25
 
@@ -36,18 +34,12 @@ def aligned_buffer(nbytes: int) -> memoryview:
 
 
 def use_huge_pages(descriptor: int, nbytes: int, should_stop: Callable[[], bool]) -> int:
-    """Move a file in shared memory into huge pages, as far as the kernel has them. Its bytes stay; it may be in use.
+    """Move the first `nbytes` of a file in shared memory into huge pages, as far as the kernel has them; return how
+    many bytes lie in huge pages. Its bytes stay; it may be in use. Any thread. `descriptor`: open for reading and
+    writing; the file has all its pages. `should_stop`: called before each step; True ends the move.
 
     Shared memory mostly gets none by itself (`shmem_enabled`). This function asks for them, 2 MiB at a time, which
-    takes some seconds per GiB. Every process that maps the file then has its bytes in few pieces. Any thread.
-
-    Args:
-        descriptor: Open for reading and writing; the file has all its pages.
-        nbytes: How many bytes to move; a rest below 2 MiB stays as it is.
-        should_stop: Called before each step; True ends the move.
-
-    Returns:
-        How many bytes lie in huge pages.
+    takes some seconds per GiB. Every process that maps the file then has its bytes in few pieces.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p

@@ -1,10 +1,7 @@
 """The file `proofs` beside a ring: what the ranks used in the first step after each of the newest checkpoints.
 
-    ranks: PROOF ─► stager, of all ranks: the file, then `proof` to the flusher ─► an object beside the manifest
-                                │ any of them dies here
-                                └─► the next flusher reads the file when it starts, and writes what is published
-
-The stager replaces the file whole. A rank that resumes asks the stager for a proof before it asks the store.
+The stager replaces the file whole before it tells the flusher. A flusher that starts writes the proofs of what is
+published. A rank that resumes asks the stager for a proof before it asks the store.
 """
 
 from __future__ import annotations

@@ -53,22 +53,14 @@ class FetchKind(IntEnum):
 
 
 class HeldCheckpoint(NamedTuple):
-    """The chunks of one checkpoint that the ring still has.
-
-    Attributes:
-        attempt: Attempt of the job that saved it. `step`: the step.
-        staged_digest: Digest of its layout, while it is staged and not in the store; else empty.
-        chunks: Chunk → record of its slot.
-        drift: While it is staged: where its replicas differed, or why it may be torn; empty if nothing is known.
-        trackers: While it is staged: the runs of experiment trackers that it belongs to, by tracker.
-    """
+    """The chunks of one checkpoint that the ring still has."""
 
     attempt: int
     step: int
-    staged_digest: str
-    chunks: Mapping[int, SlotRecord]
-    drift: str = ""
-    trackers: Mapping[str, str] = MappingProxyType({})
+    staged_digest: str  # of its layout, while it is staged and not in the store; else empty
+    chunks: Mapping[int, SlotRecord]  # chunk → record of its slot
+    drift: str = ""  # while it is staged: where its replicas differed, or why it may be torn
+    trackers: Mapping[str, str] = MappingProxyType({})  # while it is staged: its runs of experiment trackers
 
     def chunks_fitting(self, layout: Layout) -> frozenset[int]:
         return frozenset(

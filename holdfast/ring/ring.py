@@ -1,19 +1,7 @@
 """The ring: a bounded pool of chunks in shared memory, owned by the flusher, filled by the stager, outliving both.
 
-    <runtime dir>/<run key>/       0700, ours (holdfast/ring/directory.py)
-        ring                       ring_chunks x chunk_bytes, touched once when it is made or grows
-        journal                    what each slot holds (holdfast/ring/journal.py, docs/ring.md)
-        checkpoint-<attempt>-<step>.json    receiving or staged, layout digest, times of the ranks; replaced whole
-        flush-<attempt>-<step>     which parts of it the store has (flusher/progress.py)
-        layout-<digest>            Layout.to_bytes()
-        writers-<attempt>          how many flushers write its checkpoints, if this one is not alone
-        identity                   random: tells this ring from a later one in the same directory
-        stager-<attempt>           locked by the stager of that attempt, with its token
-        sources-<slot>             senders of a chunk that do not fit into its record
-        flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/writer_lease.py)
-
 The flusher makes and removes a ring, and may add slots; a stager or a tool attaches. Nothing here locks: each slot
-state has one writer.
+state has one writer. docs/ring.md lists the files of its directory.
 """
 
 from __future__ import annotations
@@ -25,6 +13,7 @@ import mmap
 import os
 import re
 import secrets
+import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,19 +33,14 @@ from holdfast.ring.directory import (
     check_private_directory,
     make_private_directory,
     open_private_file,
+    private_file,
 )
 from holdfast.ring.doubts import DOUBTS_NAME
 from holdfast.ring.journal import RING_CHUNKS_MAX, Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
 from holdfast.ring.proofs import PROOFS_NAME
-from holdfast.ring.set_aside import SET_ASIDE_NAME
-from holdfast.ring.side_files import (
-    SourceFiles,
-    read_side_file,
-    read_writers,
-    stager_lock_path,
-    write_side_file,
-)
+from holdfast.ring.ring_keeper import SET_ASIDE_NAME
+from holdfast.ring.side_files import read_side_file, read_writers, stager_lock_path, write_side_file
 
 _log = logging.getLogger("holdfast.ring")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -65,18 +49,14 @@ _SPARE_BYTES = 16 << 20  # layouts and checkpoint files lie in the same memory
 
 class Ring:
     """One run's ring, mapped into this process. Get one by `create` or `attach`. Any thread may use slots; one thread
-    at a time may change a slot's state.
-
-    Attributes:
-        chunk_bytes: Size of a slot. `ring_chunks`: how many slots this process has mapped.
-        token: Random, in the stager's file, if this process is the stager that holds the ring: identifies this very
-            ring.
+    at a time may change a slot's state. `ring_chunks`: how many slots this process has mapped. `token`: random, in the
+    stager's file, if this process is the stager that holds the ring: identifies this very ring.
     """
 
     def __init__(self, directory: Path, journal: mmap.mmap, ring_fd: int) -> None:
         self.directory = directory
         self._journal_map = journal
-        self._journal = Journal(journal, str(directory / "journal"), SourceFiles(directory))
+        self._journal = Journal(journal, directory)
         self.chunk_bytes, self.ring_chunks = self._journal.header.chunk_bytes, 0
         # One map from the start, and one for each growth since: a map that is in use cannot grow.
         self._first_slots: list[int] = []
@@ -96,11 +76,8 @@ class Ring:
         cls, directory: Path, *, chunk_bytes: int, ring_chunks: int, attempt: int, room_chunks: int = 0
     ) -> Ring:
         """Make a new ring, all slots FREE, its memory touched. Flusher only. `chunk_bytes`: a multiple of 4096.
-        `room_chunks`: how many slots it may grow to, if more than `ring_chunks`.
-
-        Raises:
-            ConfigError: The directory is not private to this user or already holds a ring, or memory has too little
-                room.
+        `room_chunks`: how many slots it may grow to, if more than `ring_chunks`. Raises `ConfigError`: the directory is
+        not private to this user or already holds a ring, or memory has too little room.
         """
         header = Header(chunk_bytes, ring_chunks, attempt).checked(f"new ring in {directory}")
         room = header._replace(ring_chunks=min(max(ring_chunks, room_chunks), RING_CHUNKS_MAX))
@@ -120,13 +97,10 @@ class Ring:
                 raise ConfigError(
                     f"{directory}: the ring needs {header.ring_bytes} bytes there: {error.strerror}; lower ring_bytes"
                 ) from error
-            journal_fd = open_private_file(directory / "journal", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            try:
+            with private_file(directory / "journal", os.O_RDWR | os.O_CREAT | os.O_TRUNC) as journal_fd:
                 os.posix_fallocate(journal_fd, 0, header.journal_bytes)
                 os.ftruncate(journal_fd, room.journal_bytes)
                 journal = mmap.mmap(journal_fd, room.journal_bytes)
-            finally:
-                os.close(journal_fd)
             Journal.write_header(journal, header)
             ring = cls(directory, journal, ring_fd)
             ring._write("identity", secrets.token_hex(16).encode())
@@ -137,30 +111,22 @@ class Ring:
     @classmethod
     def attach(cls, directory: Path) -> Ring:
         """Map a ring that a flusher made. For the stager, tools, and a flusher that takes over a dead one's ring.
-
-        Raises:
-            ConfigError: The directory or its files are not private to this user, or there is no ring.
-            ProtocolError: The journal is damaged.
+        Raises `ConfigError`: directory or files are not private to this user, or there is no ring; `ProtocolError`: the
+        journal is damaged.
         """
         try:
             check_private_directory(directory)
-            journal_fd = open_private_file(directory / "journal", os.O_RDWR)
-            try:
+            with private_file(directory / "journal", os.O_RDWR) as journal_fd:
                 nbytes = os.fstat(journal_fd).st_size
                 if nbytes == 0:
                     raise ProtocolError(f"{directory / 'journal'}: the file is empty, expected a journal")
                 journal = mmap.mmap(journal_fd, nbytes)
-            finally:
-                os.close(journal_fd)
-            ring_fd = open_private_file(directory / "ring", os.O_RDWR)
+            with private_file(directory / "ring", os.O_RDWR) as ring_fd:
+                return cls(directory, journal, ring_fd)
         except FileNotFoundError as error:
             raise ConfigError(
                 f"no ring in {directory} ({error.filename} is missing); is its flusher running?"
             ) from error
-        try:
-            return cls(directory, journal, ring_fd)
-        finally:
-            os.close(ring_fd)
 
     def _map(self, ring_fd: int) -> None:
         """Map the slots that the journal has and this process does not."""
@@ -188,19 +154,11 @@ class Ring:
 
     def allocate(self, ring_chunks: int) -> None:
         """Take memory for `ring_chunks` slots; they are not part of the ring before `add_slots`. Flusher only, any
-        thread.
-
-        If the flusher dies after this, the ring file is longer than the journal says, which is harmless.
-
-        Raises:
-            OSError: There is too little memory.
+        thread. Raises `OSError`: too little memory.
         """
         header = self._journal.header._replace(ring_chunks=ring_chunks)
-        journal_fd = open_private_file(self.directory / "journal", os.O_RDWR)
-        try:
+        with private_file(self.directory / "journal", os.O_RDWR) as journal_fd:
             os.posix_fallocate(journal_fd, 0, header.journal_bytes)  # allocates now: no SIGBUS later
-        finally:
-            os.close(journal_fd)
         os.posix_fallocate(self._ring_fd, 0, header.ring_bytes)
 
     def add_slots(self, ring_chunks: int) -> None:
@@ -209,11 +167,7 @@ class Ring:
         self.refresh_slots()
 
     def refresh_slots(self) -> range:
-        """Map the slots that the flusher has added since the last call, and return them.
-
-        Raises:
-            ProtocolError: The journal is damaged.
-        """
+        """Map the slots that the flusher has added since the last call, and return them. Raises `ProtocolError`."""
         first = self.ring_chunks
         self._journal.refresh_slots()
         if self._journal.ring_chunks > first:
@@ -223,8 +177,6 @@ class Ring:
     def use_huge_pages(self, ring_chunks: int, should_stop: Callable[[], bool]) -> int:
         """Move the ring into huge pages, from which direct writes are faster; return how many bytes are in them. Any
         thread. `ring_chunks`: how many slots have memory, including those that are not part of the ring yet.
-
-        Slots may be used meanwhile. It takes seconds for each GiB that is moved.
         """
         return use_huge_pages(self._ring_fd, ring_chunks * self.chunk_bytes, should_stop)
 
@@ -253,14 +205,11 @@ class Ring:
         """Remove all that a ring put into `directory`, but not the directory. Flusher only. `keep_doubts`: leave the
         file of doubted steps, whose manifests are not marked yet.
         """
-        names = {"ring", "journal", "identity", SET_ASIDE_NAME, DOUBTS_NAME, PROOFS_NAME} - (
-            {DOUBTS_NAME} if keep_doubts else set()
-        )
+        kept = {DOUBTS_NAME} if keep_doubts else set()
+        names = {"ring", "journal", "identity", SET_ASIDE_NAME, DOUBTS_NAME, PROOFS_NAME} - kept
+        beginnings = ("checkpoint-", "flush-", "layout-", "sources-", "stager-", "writers-", ".new-")
         for path in directory.iterdir():
-            known = path.name in names or path.name.startswith(
-                ("checkpoint-", "flush-", "layout-", "sources-", "stager-", "writers-", ".new-")
-            )
-            if known:
+            if path.name in names or path.name.startswith(beginnings):
                 path.unlink(missing_ok=True)
 
     # -- slots ---------------------------------------------------------------------------------------------------
@@ -319,17 +268,12 @@ class Ring:
     def is_held(self) -> bool:
         """Whether the stager of the ring's attempt is alive, as far as the kernel knows."""
         try:
-            fd = open_private_file(stager_lock_path(self.directory, self.attempt), os.O_RDWR)
+            with private_file(stager_lock_path(self.directory, self.attempt), os.O_RDWR) as fd:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
-        except StoreError:
-            return True  # out of descriptors: assume a live stager, which may still write into its slots
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
+        except (BlockingIOError, StoreError):
+            return True  # also out of descriptors: a live stager may still write into its slots
         return False
 
     def slot_memory(self, slot: int) -> memoryview:
@@ -363,10 +307,7 @@ class Ring:
         return self._journal.record(slot)
 
     def remains(self) -> list[SlotRecord]:
-        """Return every chunk that can still be read, in slots that are FULL, or FREE and not refilled. Stager only.
-
-        Bytes of a FREE slot are right until the stager marks it FILLING.
-        """
+        """Return every chunk that can still be read, in slots that are FULL, or FREE and not refilled. Stager only."""
         found = (self._journal.remains(slot) for slot in range(self.ring_chunks))
         return [record for record in found if record is not None]
 
@@ -398,10 +339,7 @@ class Ring:
         return read_checkpoint(self.directory, attempt, step)
 
     def checkpoint_ids(self) -> list[CheckpointId]:
-        """Return the ids of all checkpoint files, oldest first, without reading them.
-
-        [] once the flusher has removed the ring, as it may when it ends.
-        """
+        """Return the ids of all checkpoint files, oldest first; [] once the flusher has removed the ring."""
         return checkpoint_ids(self.directory)
 
     def has_progress(self, attempt: int, step: int) -> bool:
@@ -454,8 +392,7 @@ class Ring:
 
 
 def _check_room(directory: Path, needed_bytes: int) -> None:
-    found = os.statvfs(directory)
-    free_bytes = found.f_bavail * found.f_frsize
+    free_bytes = shutil.disk_usage(directory).free
     if free_bytes < needed_bytes:
         raise ConfigError(
             f"{directory}: the ring needs {needed_bytes} bytes of memory there, {free_bytes} bytes are free; lower "

@@ -1,7 +1,10 @@
-"""The lock by which a live `holdfast run` keeps the ring of a run from job to job.
+"""The lock that a live `holdfast run` keeps beside a ring, and the checkpoints that it has set aside.
 
-A lock on a file of the run's runtime directory, which the kernel releases when its holder dies. A flusher with nothing
-left to do checks whether anyone holds it: the next attempt then restores from the ring.
+The lock keeps the ring from job to job; the kernel releases it when its holder dies. A flusher with nothing left to do
+checks whether anyone holds it: the next attempt then restores from the ring.
+
+Checkpoints that were set aside are evidence of what went wrong, so retention keeps them for as long as the run is
+supervised. Each is a line of a file, appended by one write: a line without its end is still being written.
 """
 
 from __future__ import annotations
@@ -11,20 +14,18 @@ import fcntl
 import os
 from pathlib import Path
 
-from holdfast.errors import StoreError
-from holdfast.ring.directory import make_private_directory, open_private_file
+from holdfast.errors import ConfigError, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.ring.directory import machine_error, make_private_directory, open_private_file, private_file
 
+SET_ASIDE_NAME = "set-aside"
 _NAME = "keeper"
+_BYTES_MAX = 1 << 16
 
 
 class RingKeeper:
-    """Keeps a run's ring until `close` or the end of this process. Several keepers may exist.
-
-    Args:
-        directory: The run's runtime directory; made if missing.
-
-    Raises:
-        ConfigError: The directory is not private to this user.
+    """Keeps a run's ring until `close` or the end of this process. Several keepers may exist. `directory`: the run's
+    runtime directory; made if missing. Raises `ConfigError`: it is not private to this user.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -60,19 +61,36 @@ def is_ring_kept(directory: Path) -> bool:
     """Whether a live process keeps the ring of this runtime directory. The file of a dead one is removed."""
     path = directory / _NAME
     try:
-        fd = open_private_file(path, os.O_RDWR)
+        with private_file(path, os.O_RDWR) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), path.lstat()):
+                path.unlink()
     except FileNotFoundError:
         return False
-    except StoreError:
-        return True  # out of descriptors: unknown until the next call
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), path.lstat()):
-            path.unlink()
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        pass
-    finally:
-        os.close(fd)
+    except (BlockingIOError, StoreError):
+        return True  # also out of descriptors: unknown until the next call
     return False
+
+
+def record_set_aside(directory: Path, key: CheckpointId) -> None:
+    """Append one. Raises `ConfigError`: the file is not ours; `StoreError`: the machine lacks something."""
+    path = directory / SET_ASIDE_NAME
+    try:
+        with private_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as fd:
+            os.write(fd, f"{key.label}\n".encode())
+    except OSError as error:
+        raise machine_error(path, error) from error
+
+
+def read_set_aside(directory: Path) -> list[CheckpointId]:
+    """Return all of them, oldest first; [] without the file. Unreadable lines are skipped."""
+    try:
+        with private_file(directory / SET_ASIDE_NAME, os.O_RDONLY) as fd:
+            *lines, _ = os.pread(fd, _BYTES_MAX, 0).decode("ascii", "replace").split("\n")
+    except (OSError, ConfigError, StoreError):
+        return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found.append(CheckpointId.from_label(line))
+    return found

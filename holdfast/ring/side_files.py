@@ -1,8 +1,4 @@
-"""The files beside a ring's journal: written in memory, replaced whole by a rename, read without following a link.
-
-`holdfast.ring.ring` lists them. This file reads and writes one, and has the journal's `sources-<slot>`: senders of the
-slot's chunk that do not fit into its record (docs/ring.md).
-"""
+"""The files beside a ring's journal: written in memory, replaced whole by a rename, read without following a link."""
 
 from __future__ import annotations
 
@@ -10,30 +6,10 @@ import os
 import re
 from pathlib import Path
 
-from holdfast.errors import ConfigError, ProtocolError, StoreError
+from holdfast.errors import ProtocolError, StoreError
 from holdfast.ring.directory import machine_error, open_private_file
 
 _BYTES_MAX = 1 << 28
-
-
-class SourceFiles:
-    """The files `sources-<slot>` of one ring."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def read(self, slot: int) -> bytes:
-        """Return the bytes last written for this slot, or b"". Raises `ProtocolError`."""
-        try:
-            return read_side_file(self._directory / f"sources-{slot}")
-        except FileNotFoundError:
-            return b""
-        except ConfigError as error:  # costs the slot, as any damage of its record does
-            raise ProtocolError(str(error)) from error
-
-    def write(self, slot: int, pairs: bytes) -> None:
-        """Replace the file of this slot. Stager only."""
-        write_side_file(self._directory / f"sources-{slot}", pairs)
 
 
 def stager_lock_path(directory: Path, attempt: int) -> Path:

@@ -10,7 +10,7 @@ base, names                      the interface that the conformance suite checks
 wrapper, retrying, guarded       a store that wraps another: the base class, retries, a check of the lease before writes
 parts                            base of all uploads: which parts are written, and whether the upload is open
 concurrency                      limits requests in flight
-ranged, body                     an object as a read-only file; memory views as the body of a request
+ranged                           an object as a read-only file
 
 posix, posix_upload              a run in a directory; one upload
 posix_io, posix_errors           the system calls below both; their errors

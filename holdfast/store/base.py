@@ -39,45 +39,37 @@ class Upload(Protocol):
     @property
     def part_bytes(self) -> int:
         """Size of every part but the last: a multiple of the `chunk_bytes` given to `Store.begin`."""
-        ...
 
     @property
     def token(self) -> str | None:
         """Token with which `Store.resume` continues this upload in another process; None: it cannot."""
-        ...
 
     @property
     def published(self) -> bool:
         """Whether the file is in place, whole and ours, so that `publish` has nothing left to do."""
-        ...
 
     def written(self) -> frozenset[int]:
         """Return the parts that the store has; all once published. After `Store.resume`, S3 returns those that the
         server lists. A file does not record its parts, so POSIX returns all, and the caller's own record decides.
         """
-        ...
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """Write part `index` (from 0), whose bytes are `buffers` back to back, with CRC-32 `crc32`. Any order, any
         thread; a repeated part replaces the first. Page-aligned buffers of whole pages bypass the page cache if
         possible.
         """
-        ...
 
     def publish(self) -> None:
         """Make the file visible under its name, atomically, durable and checked, even if answers were lost. May be
         called again after a retriable error. If another file has the name, POSIX refuses: names are unique to an
         attempt, so that file is a stranger's.
         """
-        ...
 
     def hand_over(self) -> None:
         """Make the written parts durable and release the upload for another process to resume. May be repeated."""
-        ...
 
     def abort(self) -> None:
         """Remove everything that was written. May be called twice; never raises `StoreMissing`."""
-        ...
 
 
 class InterruptedUpload(NamedTuple):
@@ -97,14 +89,12 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """The URL as people write it, without secrets."""
-        ...
 
     @property
     def request_bytes(self) -> int:
         """How many bytes to request per `read_into` of a long read, a multiple of the page size: many where each
         request has a price, else so few that they stay in the processor's cache.
         """
-        ...
 
     def close(self) -> None:
         """Release what the store holds open; it must not be used afterwards."""
@@ -113,60 +103,48 @@ class Store(Protocol):
         """Check that the store answers, and with `write` that it accepts, returns and deletes a small object. Raises a
         `StoreError` with URL, cause and remedy; not retriable for missing bucket, credentials, permission.
         """
-        ...
 
     def list(self) -> list[ObjectInfo]:
         """Return all visible objects of the run, sorted by name, recursively; no temporary ones; [] for a new run."""
-        ...
 
     def size(self, name: str) -> int:
         """Return the size in bytes. Raises `StoreMissing`."""
-        ...
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         """Read a small object whole. Raises `StoreMissing`, and `DamageError` before reading one above `bytes_max`."""
-        ...
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`, past the page cache if aligned. Raises `DamageError` if it ends before."""
-        ...
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small object whole and durably, replacing an existing one."""
-        ...
 
     def create(self, name: str, data: bytes) -> bool:
         """Like `write`, but only if the name is free; return False if it is not. `data` must be unique to the caller
         (hold a write-id): if an answer is lost, the object that is there decides.
         """
-        ...
 
     def delete(self, name: str) -> None:
         """Remove an object; a missing one is ignored."""
-        ...
 
     def retire(self, name: str) -> None:
         """Like `delete`, for a big object: until `close` a backend may keep its blocks for the next `begin`."""
-        ...
 
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> Upload:
         """Start an upload of `nbytes` that `publish` will make visible as `name`. Raises a `StoreError` that is not
         retriable when there is no room (needed and free bytes in the message) or no permission.
         """
-        ...
 
     def resume(self, name: str, interrupted: InterruptedUpload) -> Upload:
         """Resume a dead process's upload under the same name; only for the run's single writer. Parts that were in
         flight may or may not count. Raises `StoreMissing` with `begin_anew` if nothing is left or the token is another
         upload's, and a `StoreError` that is not retriable if the backend cannot resume.
         """
-        ...
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
         """Remove leftovers of unfinished uploads, and return descriptions of them. Uploads whose write-id is in `keep`
         stay resumable. Only for the run's single writer.
         """
-        ...
 
 
 def reject_oversized(what: str, nbytes: int, bytes_max: int) -> None:

@@ -201,9 +201,7 @@ def write_limit(url: str, maximum: int | None = None) -> ConcurrencyLimit:
     """Return the limit for parts of uploads to the store at `url`. `maximum`: a user's; then nothing is measured."""
     if maximum is not None or not is_s3(url):
         return ConcurrencyLimit(maximum or parts_at_once(url))
-    return ConcurrencyLimit(
-        REQUESTS_MAX, AdaptiveLimit(parts_at_once(url), minimum=_REQUESTS_MIN, maximum=REQUESTS_MAX)
-    )
+    return _measured_limit(parts_at_once(url))
 
 
 def read_limit(url: str, maximum: int | None = None) -> ConcurrencyLimit:
@@ -215,6 +213,8 @@ def read_limit(url: str, maximum: int | None = None) -> ConcurrencyLimit:
 
 @functools.lru_cache(16)
 def _s3_read_limit(url: str) -> ConcurrencyLimit:  # noqa: ARG001 - cached by URL: one process reads a run many times
-    return ConcurrencyLimit(
-        REQUESTS_MAX, AdaptiveLimit(_READS_S3, minimum=_REQUESTS_MIN, maximum=REQUESTS_MAX)
-    )
+    return _measured_limit(_READS_S3)
+
+
+def _measured_limit(start: int) -> ConcurrencyLimit:
+    return ConcurrencyLimit(REQUESTS_MAX, AdaptiveLimit(start, minimum=_REQUESTS_MIN, maximum=REQUESTS_MAX))

@@ -1,7 +1,5 @@
 """A run in any file system of fsspec: memory, GCS, Azure, SFTP, HDFS.
 
-    begin ─► parts as objects of their own under .holdfast/tmp/ ─► publish: joined under a temporary name ─► mv ─► size
-
 fsspec does not promise, and so neither does this store, that `write` and `publish` are on disk when they return (object
 stores do it, SFTP may not), that `mv` is one step (object stores copy and delete), or that `create` is exclusive where
 the file system has no exclusive mode. Objects have no write-id: the size is compared instead. Parts may arrive in any
@@ -83,8 +81,7 @@ class GenericStore:
     def delete(self, name: str) -> None:
         self._folder.remove(self._path(name))
 
-    def retire(self, name: str) -> None:
-        self.delete(name)
+    retire = delete
 
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> GenericUpload:
         path, temporary = self._path(name), self._temporary_path(write_id, name)

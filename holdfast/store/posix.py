@@ -1,11 +1,6 @@
 """A run in a directory: local disk, NFS, EFS, Lustre.
 
-    begin ─► .holdfast/tmp/<write-id>-<name>, space reserved ─► parts (O_DIRECT) ─► count ─► fsync ─► link to its name
-          ─► fsync of the directory
-      └── into the blocks of a retired file (spare_room.py)
-    resume ─► the same inode, under either name
-
-The link is the only visible step, and replaces nothing. It, and each write, creation and removal of a small file, is
+A big file gets its name by a link (posix_upload.py). That, and each write, creation and removal of a small file, is
 relative to its directory, opened without following a link. Parts bypass the page cache where file system and buffers
 allow (aligned addresses, offsets and sizes), which is several times faster and leaves the cache to the training.
 """

@@ -37,19 +37,11 @@ _ADVICE = {
     errno.ETIMEDOUT: "the file server does not answer; see the network and the server",
     errno.EINVAL: "the file system does not take this operation; choose another store",
 }
-_RETRIABLE = frozenset(
-    {
-        errno.EIO,
-        errno.ESTALE,
-        errno.EAGAIN,
-        errno.EINTR,
-        errno.EBUSY,
-        errno.ETIMEDOUT,
-        errno.EREMOTEIO,
-        errno.ENETDOWN,
-    }
-    | {errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET, errno.ENOTCONN, errno.ENOLCK}
-)
+_RETRIABLE = {
+    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT, errno.EREMOTEIO),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET),
+    *(errno.ENOTCONN, errno.ENOLCK),
+}
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -84,14 +76,10 @@ def no_room_error(path: Path, *, needed_bytes: int, cause: str) -> StoreError:
 def translate_errors(
     operation: str, path: Path, *, needed_bytes: int = 0, if_missing: str = "missing"
 ) -> Iterator[None]:
-    """Turn an `OSError` inside the block into the error that says what to do about it.
-
-    Args:
-        operation: The operation, such as "write".
-        path: The path that is operated on.
-        needed_bytes: How much space it needs, for the message of a full disk.
-        if_missing: Meaning of a path that does not exist: `missing` (StoreMissing), `swept` (another writer's sweep
-            removed a temporary file; a retry makes it again) or `lost` (the same, and the upload must start over).
+    """Turn an `OSError` inside the block into the error that says what to do about it. `needed_bytes`: for the message
+    of a full disk. `if_missing`: meaning of a path that does not exist: `missing` (StoreMissing), `swept` (another
+    writer's sweep removed a temporary file; a retry makes it again) or `lost` (the same, and the upload must start
+    over).
     """
     try:
         yield

@@ -21,7 +21,7 @@ from holdfast.store.posix_errors import free_bytes, no_room_error
 
 PAGE_BYTES = 4096
 _BLOCK_BYTES = 512  # the unit of `st_blocks`, on every file system
-_DIRECT = getattr(os, "O_DIRECT", 0)
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # the answers of a file system without direct access
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -124,22 +124,19 @@ def write_in_order(descriptor: int, views: Sequence[memoryview], offset: int) ->
 
 def open_direct(path: Path) -> int:
     """Open a second descriptor for writes past the page cache; return -1 where the file system has none."""
-    if not _DIRECT:
-        return -1
     try:
-        return os.open(path, os.O_WRONLY | _DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+        if error.errno not in _NO_DIRECT:
             raise
         return -1
 
 
 def is_aligned(views: Sequence[memoryview], offset: int) -> bool:
     """Whether the views can bypass the page cache: whole aligned pages, except the end of the last one."""
-    for view in views[:-1]:
-        if view.nbytes % PAGE_BYTES:
-            return False
-    return offset % PAGE_BYTES == 0 and all(_address(view) % PAGE_BYTES == 0 for view in views)
+    if offset % PAGE_BYTES or any(view.nbytes % PAGE_BYTES for view in views[:-1]):
+        return False
+    return all(_address(view) % PAGE_BYTES == 0 for view in views)
 
 
 def _address(view: memoryview) -> int:
@@ -156,9 +153,10 @@ def read_fully(path: Path, offset: int, view: memoryview) -> int:
     descriptor = _open_for_reading(path, direct=direct_bytes > 0)
     try:
         done = 0
-        if direct_bytes and fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        if flags & os.O_DIRECT:
             done = _read_direct(descriptor, view[:direct_bytes], offset)
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         return _read_rest(descriptor, view, offset, done)
     finally:
         os.close(descriptor)
@@ -190,13 +188,12 @@ def _read_rest(descriptor: int, view: memoryview, offset: int, done: int) -> int
 
 
 def _open_for_reading(path: Path, *, direct: bool) -> int:
-    if direct and _DIRECT:
-        try:
-            return open_regular(path, _DIRECT)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-    return open_regular(path, 0)
+    try:
+        return open_regular(path, os.O_DIRECT if direct else 0)
+    except OSError as error:
+        if not direct or error.errno not in _NO_DIRECT:
+            raise
+        return open_regular(path, 0)
 
 
 def _read_direct(descriptor: int, view: memoryview, offset: int) -> int:
@@ -226,9 +223,7 @@ def reserve(descriptor: int, path: Path, nbytes: int) -> None:
     if free is not None and free < nbytes - held_bytes:
         raise no_room_error(path, needed_bytes=nbytes, cause="the file system is too full")
     os.ftruncate(descriptor, round_up_to_pages(nbytes))
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if fallocate is None:
-        return
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if fallocate(descriptor, 0, 0, round_up_to_pages(nbytes)) != 0:
         number = ctypes.get_errno()

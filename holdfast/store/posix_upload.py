@@ -6,9 +6,8 @@
 A file that has the name is never replaced: a link, unlike a rename, is refused then. The temporary name is removed once
 the final one is durable.
 
-Space is reserved first, so that a full disk is found before hours of training rest on it. Parts are written with
-O_DIRECT where address, offset and size are multiples of 4096 bytes; the tail of the file goes through one padded page,
-and the file is cut to its exact size at the end. All other writes go through the page cache into the same file.
+Space is reserved first, so that a full disk is found before hours of training rest on it. The tail of the file goes
+through one padded page, and the file is cut to its exact size at the end.
 
 An error of a direct write concerns its own bytes, which can be written again. An error of a cached write may concern
 bytes of an earlier call, and is reported only once: after EIO or ESTALE there nothing in the file can be trusted.

@@ -34,9 +34,7 @@ class RetryBudget:
     seconds_max: float = 180.0  # no new attempt begins after this many seconds
     first_wait_seconds: float = 0.2  # upper end of the first random wait; it doubles with each attempt
     wait_seconds_max: float = 20.0  # upper end of any wait, also of one that the server asks for
-    log_warnings: bool = (
-        True  # whether failed attempts are logged as warnings; the final error has the last one anyway
-    )
+    log_warnings: bool = True  # of failed attempts; the final error has the last one anyway
 
 
 _CHECK_BUDGET = RetryBudget(attempts_max=6, seconds_max=8.0, wait_seconds_max=2.0, log_warnings=False)
@@ -78,12 +76,7 @@ class Retrying(StoreWrapper):
         return self._retry(method, call, first, started, _CHECK_BUDGET if method == "check" else self._budget)
 
     def _retry(
-        self,
-        method: str,
-        call: Callable[[], Result],
-        first: StoreError,
-        started: float,
-        limits: RetryBudget,
+        self, method: str, call: Callable[[], Result], first: StoreError, started: float, limits: RetryBudget
     ) -> Result:
         """Retry a call whose first attempt failed with `first`."""
         import tenacity  # imported late: most processes never need it, and it imports asyncio
@@ -91,6 +84,12 @@ class Retrying(StoreWrapper):
         random_seconds = tenacity.wait_random_exponential(
             limits.first_wait_seconds, max=limits.wait_seconds_max
         )
+        pending = [first]
+
+        def attempt() -> Result:
+            if pending:
+                raise pending.pop()
+            return call()
 
         def wait_seconds(state: tenacity.RetryCallState) -> float:
             """Add jitter to the server's `Retry-After`, so that not all return at once."""
@@ -98,20 +97,19 @@ class Retrying(StoreWrapper):
             requested_seconds = error.retry_after_seconds if isinstance(error, StoreError) else 0.0
             return min(limits.wait_seconds_max, requested_seconds + random_seconds(state))
 
+        level = logging.WARNING if limits.log_warnings else logging.INFO
+        left_seconds = limits.seconds_max - (time.monotonic() - started)
         retrying = tenacity.Retrying(
             sleep=self._sleep,
-            stop=tenacity.stop_after_attempt(limits.attempts_max)
-            | tenacity.stop_before_delay(limits.seconds_max - (time.monotonic() - started)),
+            stop=tenacity.stop_after_attempt(limits.attempts_max) | tenacity.stop_before_delay(left_seconds),
             wait=wait_seconds,
             retry=tenacity.retry_if_exception(
                 lambda error: isinstance(error, StoreError) and error.retriable
             ),
-            before_sleep=lambda state: self._record_failure(
-                method, state, logging.WARNING if limits.log_warnings else logging.INFO
-            ),
+            before_sleep=lambda state: self._record_failure(method, state, level),
         )
         try:
-            return retrying(_replay_first_error(first, call))
+            return retrying(attempt)
         except tenacity.RetryError as over:
             last = over.last_attempt.exception()
             tries = over.last_attempt.attempt_number
@@ -129,15 +127,3 @@ class Retrying(StoreWrapper):
         wait_seconds = state.next_action.sleep if state.next_action else 0.0
         message = "%s failed (attempt %d), retried in %.1f s: %s"
         _log.log(level, message, method, state.attempt_number, wait_seconds, error)
-
-
-def _replay_first_error(first: StoreError, call: Callable[[], Result]) -> Callable[[], Result]:
-    """Return `call`, whose first attempt raises `first` instead."""
-    pending = [first]
-
-    def attempt() -> Result:
-        if pending:
-            raise pending.pop()
-        return call()
-
-    return attempt

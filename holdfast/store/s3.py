@@ -1,10 +1,7 @@
 """A run under a prefix of an S3 bucket, on AWS or any server that speaks S3.
 
-    begin ─► record, CreateMultipartUpload ─► UploadPart + CRC-32 (the server checks it) ─► Complete
-          ─► HEAD: size, write-id ─► record removed
-
-The record (`.holdfast/tmp/upload-<write-id>.json`) is written before the upload and names its key: S3 lists open
-uploads without their metadata, and a sweep must not touch other programs' uploads under the same prefix.
+A record (`.holdfast/tmp/upload-<write-id>.json`) is written before each upload and names its key: S3 lists open uploads
+without their metadata, and a sweep must not touch other programs' uploads under the same prefix.
 """
 
 from __future__ import annotations
@@ -93,8 +90,7 @@ class S3Store:
     def delete(self, name: str) -> None:
         self.bucket.delete(self._key(name))
 
-    def retire(self, name: str) -> None:
-        self.delete(name)
+    retire = delete
 
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> S3Upload:
         """Start a multipart upload, even of a small image: one path, always tested."""

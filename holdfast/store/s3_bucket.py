@@ -29,13 +29,7 @@ _READ_BYTES = 120 << 10  # above 128 KiB malloc maps fresh memory for each piece
 _PARTS_PER_PAGE = 1000
 _NO_UPLOAD = frozenset({"NoSuchUpload", "InvalidArgument", "NoSuchKey", "404"})
 """Servers' error codes for an upload id that they do not know, or no longer know."""
-_MAY_BE_RENEWED = EXPIRED | {
-    "InvalidToken",
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "403",
-    "AccessDenied",
-}
+_RENEWABLE = EXPIRED | {"InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403", "AccessDenied"}
 _RENEW_SECONDS_MIN = 1.0  # many parts fail at the same moment
 _UPLOAD_ID = re.compile(r"[!-~]{1,1024}")
 
@@ -78,7 +72,7 @@ class S3Bucket:
                 yield
         except StoreError as error:
             cause = error.__cause__
-            if not isinstance(cause, ClientError) or code_of(cause) not in _MAY_BE_RENEWED:
+            if not isinstance(cause, ClientError) or code_of(cause) not in _RENEWABLE:
                 raise
             if not self._renew_credentials() or error.retriable:
                 raise
@@ -224,10 +218,7 @@ class S3Bucket:
         found: list[PartTypeDef] = []
         with self.translate_errors("list the parts of", key):
             pages = self.client.get_paginator("list_parts").paginate(
-                Bucket=self.name,
-                Key=key,
-                UploadId=upload_id,
-                PaginationConfig={"PageSize": _PARTS_PER_PAGE},
+                Bucket=self.name, Key=key, UploadId=upload_id, PaginationConfig={"PageSize": _PARTS_PER_PAGE}
             )
             try:
                 for page in pages:

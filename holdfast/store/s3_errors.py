@@ -42,32 +42,14 @@ _ADVICE = {
 }
 # The renewal of credentials may be late: the call is retried with newly read ones (s3_bucket.py).
 EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
-_RETRIABLE = EXPIRED | frozenset(
-    {
-        "SlowDown",
-        "RequestTimeout",
-        "RequestTimeoutException",
-        "Throttling",
-        "ThrottlingException",
-        "TooManyRequests",
-    }
-    | {
-        "InternalError",
-        "ServiceUnavailable",
-        "OperationAborted",
-        "ConditionalRequestConflict",
-        "RequestLimitExceeded",
-    }
+_RETRIABLE = EXPIRED | {
+    *("SlowDown", "RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"),
+    *("TooManyRequests", "RequestLimitExceeded", "InternalError", "ServiceUnavailable"),
+    *("OperationAborted", "ConditionalRequestConflict"),
     # The bytes changed between our CRC and the server: sending them again repairs that.
-    | {
-        "BadDigest",
-        "XAmzContentSHA256Mismatch",
-        "XAmzContentChecksumMismatch",
-        "InvalidDigest",
-        "IncompleteBody",
-    }
-)
-_BEGIN_ANEW = frozenset({"NoSuchUpload"})
+    *("BadDigest", "InvalidDigest", "IncompleteBody"),
+    *("XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"),
+}
 _MISSING = frozenset({"NoSuchKey", "404", "NoSuchVersion"})
 
 
@@ -85,6 +67,7 @@ def status_of(error: ClientError) -> int:
 def translate_errors(operation: str, url: str) -> Iterator[None]:
     """Translate boto3's errors inside the block."""
     from botocore import exceptions
+    from urllib3.exceptions import HTTPError
 
     try:
         yield
@@ -102,7 +85,14 @@ def translate_errors(operation: str, url: str) -> Iterator[None]:
             "see the network, AWS_ENDPOINT_URL and AWS_REGION",
             retriable=True,
         ) from error
-    except _connection_errors() as error:
+    except (
+        exceptions.ConnectionError,  # of botocore: also its connect timeout, which is no HTTPClientError
+        exceptions.HTTPClientError,
+        exceptions.IncompleteReadError,
+        HTTPError,
+        ConnectionError,
+        TimeoutError,
+    ) as error:
         raise StoreError(
             f"cannot {operation} {url}: the connection failed ({type(error).__name__}: {error})",
             retriable=True,
@@ -113,37 +103,21 @@ def translate_errors(operation: str, url: str) -> Iterator[None]:
         ) from error
 
 
-def _connection_errors() -> tuple[type[Exception], ...]:
-    from botocore import exceptions
-    from urllib3.exceptions import HTTPError
-
-    return (
-        exceptions.ConnectionError,  # of botocore: also its connect timeout, which is no HTTPClientError
-        exceptions.HTTPClientError,
-        exceptions.IncompleteReadError,
-        HTTPError,
-        ConnectionError,
-        TimeoutError,
-    )
-
-
 def _from_client_error(error: ClientError, operation: str, url: str) -> StoreError:
     code, status = code_of(error), status_of(error)
     if code in _MISSING:
         return StoreMissing(f"{url}: there is no such object ({operation})")
     text = str(error.response.get("Error", {}).get("Message", "")).strip() or f"HTTP {status}"
-    retriable = code in _RETRIABLE or status in (408, 429) or status >= 500
-    if status == 501:
-        retriable = False  # the server does not support the operation
+    # 501: the server does not support the operation.
+    retriable = status != 501 and (code in _RETRIABLE or status in (408, 429) or status >= 500)
     retry_after_seconds = _retry_after_seconds(error) if retriable else 0.0
-    message = f"cannot {operation} {url}: {code}: {text}"
     advice = _ADVICE.get(code)
     if advice is None and status == 507:
         advice, retriable = _ADVICE["QuotaExceeded"], False
     return StoreError(
-        f"{message}; {advice}" if advice else message,
+        f"cannot {operation} {url}: {code}: {text}" + (f"; {advice}" if advice else ""),
         retriable=retriable,
-        begin_anew=code in _BEGIN_ANEW,
+        begin_anew=code == "NoSuchUpload",
         retry_after_seconds=retry_after_seconds,
     )
 

@@ -11,6 +11,7 @@ ours.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, cast
@@ -18,7 +19,6 @@ from typing import IO, TYPE_CHECKING, cast
 from holdfast.errors import StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.store.base import InterruptedUpload
-from holdfast.store.body import ViewsBody
 from holdfast.store.parts import BaseUpload
 from holdfast.store.s3_bucket import S3Bucket
 from holdfast.store.s3_client import crc_header
@@ -34,11 +34,12 @@ _PART_BYTES_MIN = 5 << 20
 _PART_BYTES_MAX = 5 << 30
 _PARTS_WANTED = 256  # two for each of 128 connections, so that they end at nearly the same time
 _PART_BYTES_WANTED_MAX = 32 << 20  # larger ones leave connections idle where the ring is small
-_PART_CHUNKS_WANTED_MAX = (
-    4  # a part waits in the ring until it is whole, and the smallest ring has eight chunks
-)
+_PART_CHUNKS_WANTED_MAX = 4  # a part waits in the ring until it is whole; the smallest ring has eight chunks
 _IDLE_SECONDS_MAX = 300.0
 _CLEANUP_FAILURES_MAX = 6
+# An HTTP client asks for 16 KiB at a time, and each costs a turn of Python and a system call. Not the whole view: one
+# call must end within the client's timeout (10 s), even over a slow link.
+_READ_BYTES_MIN = 1 << 20
 
 
 def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
@@ -255,3 +256,44 @@ class S3Upload(BaseUpload):
                 raise
             _log.warning("%s: leftovers of its upload stay until the next sweep: %s", self._name, error)
         self._is_cleaned_up = True
+
+
+class ViewsBody:
+    """Body of a request: several memory views as one read-only file, for one thread. Joining the chunks of a part would
+    copy every byte of the checkpoint again, on the cheapest machine of the cluster.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        self._starts: list[int] = []
+        total = 0
+        for view in self._views:
+            self._starts.append(total)
+            total += view.nbytes
+        self._total, self._position = total, 0
+        self._current = 0
+
+    def __len__(self) -> int:
+        return self._total
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Seek as in a file, but neither before the start nor beyond the end."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._total}[whence]
+        self._position = min(max(base + offset, 0), self._total)
+        self._current = 0
+        return self._position
+
+    def read(self, size: int = -1) -> memoryview:
+        """Return up to `size` bytes, or 1 MiB if that is more, as a view of the memory; fewer at a buffer's end."""
+        while self._current < len(self._views):
+            view = self._views[self._current]
+            inside = self._position - self._starts[self._current]
+            if inside < view.nbytes:
+                piece = view[inside:] if size < 0 else view[inside : inside + max(size, _READ_BYTES_MIN)]
+                self._position += piece.nbytes
+                return piece
+            self._current += 1
+        return memoryview(b"")

@@ -3,9 +3,7 @@
     retire ─► .holdfast/tmp/spare.…, durably ─► begin: nobody else has it? ─► the next upload's temporary file
                         └── a second one, close ─► removed         └── somebody has ─► removed; new blocks
 
-Overwriting blocks may be much faster than allocating new ones: the file system need not convert reserved extents, and
-the device need not find free blocks (docs/design/004-names-by-attempt.md). Reused files have the advantage that PCcheck
-(Strati et al., ASPLOS 2025, section 3) gets from preallocated slots.
+Overwriting blocks may be much faster than allocating new ones (docs/design/004-names-by-attempt.md).
 
 A process that has the old file open, mapped or linked would see it change; such a file is not reused. The kernel can
 tell, for local file systems only: it grants a write lease only on a file that nobody else has open.
@@ -100,10 +98,9 @@ class SpareFile:
         """Remove the kept file; return whether there was one."""
         with self._lock:
             spare, self._spare = self._spare, None
-        if spare is None:
-            return False
-        spare.unlink(missing_ok=True)
-        return True
+        if spare is not None:
+            spare.unlink(missing_ok=True)
+        return spare is not None
 
 
 def _is_ours_alone(descriptor: int, *, like: int) -> bool:
@@ -124,10 +121,7 @@ def _is_ours_alone(descriptor: int, *, like: int) -> bool:
 
 def writes_in_place(directory: Path) -> bool:
     """Whether files there are overwritten in place, and opened through this machine's kernel alone: ext4 and XFS."""
-    statfs = getattr(ctypes.CDLL(None, use_errno=True), "statfs", None)
-    if statfs is None or not hasattr(fcntl, "F_SETLEASE"):
-        return False
     answer = ctypes.create_string_buffer(_STATFS_BYTES)
-    if statfs(os.fsencode(directory), answer) != 0:
+    if ctypes.CDLL(None).statfs(os.fsencode(directory), answer) != 0:
         return False
     return ctypes.c_long.from_buffer(answer).value in (_EXT, _XFS)

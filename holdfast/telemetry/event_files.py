@@ -39,10 +39,8 @@ def numbered_files(path: Path) -> list[tuple[int, Path]]:
     found = []
     with contextlib.suppress(OSError):
         for other in path.parent.iterdir():
-            match = (
-                _NUMBER.fullmatch(other.name, len(path.name)) if other.name.startswith(path.name) else None
-            )
-            if match is not None:
+            match = _NUMBER.fullmatch(other.name, len(path.name))
+            if match is not None and other.name.startswith(path.name):
                 found.append((int(match[1]), other))
     return sorted(found)
 

@@ -34,9 +34,8 @@ class Follower:
         with contextlib.suppress(OSError):
             self._file = path.open("rb")
             self._offset = self._file.seek(0, os.SEEK_END)
-        self._number = max(
-            (number for number, _ in numbered_files(path)), default=0
-        )  # files up to this number are done
+        # Files up to this number are done.
+        self._number = max((number for number, _ in numbered_files(path)), default=0)
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the new lines that are JSON objects."""

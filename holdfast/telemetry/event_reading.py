@@ -72,13 +72,16 @@ def read_logs(paths: Iterable[Path]) -> Log:
     return log
 
 
+def logs_in(directory: Path) -> list[Path]:
+    """Return the event logs of `holdfast run` in its log directory."""
+    return [path for name in _STATUS_LOGS if (path := directory / name).exists() or numbered_files(path)]
+
+
 def _log_files(path: Path) -> list[Path]:
     try:
         if not path.is_dir():
             return [path]
-        found = [
-            path / name for name in _STATUS_LOGS if (path / name).exists() or numbered_files(path / name)
-        ]
+        found = logs_in(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--events {path}: cannot be used: {error}") from error
     if not found:
@@ -118,11 +121,8 @@ def parse_line(line: bytes) -> LoggedEvent | None:
     time, event = as_number(document.get("time"), TIME_MAX), document.get("event")
     if time is None or not isinstance(event, str) or not event:
         return None
-    role, rank, step = (
-        as_text(document.get("role")),
-        as_int(document.get("rank")),
-        as_int(document.get("step"), least=-1),
-    )
+    role, rank = as_text(document.get("role")), as_int(document.get("rank"))
+    step = as_int(document.get("step"), least=-1)
     kept = _KEPT_OF_DURABLE if role == "trainer" and event == "durable" else None
     fields = {
         name: good
@@ -131,20 +131,9 @@ def parse_line(line: bytes) -> LoggedEvent | None:
         and (kept is None or name in kept)
         and (good := _sanitize(value)) is not None
     }
-    return LoggedEvent(
-        time,
-        as_text(event),
-        role,
-        rank,
-        step if step is None or step >= 0 else None,
-        fields | _supervisor_step(document, role),
-    )
-
-
-def _supervisor_step(document: Mapping[str, Any], role: str) -> dict[str, int]:
-    """Return a supervisor's step, in which -1 means a new run."""
-    step = as_int(document.get("step"), least=-1) if role == "supervisor" else None
-    return {} if step is None else {"step": step}
+    if role == "supervisor" and step is not None:
+        fields["step"] = step  # -1: a new run
+    return LoggedEvent(time, as_text(event), role, rank, None if step == -1 else step, fields)
 
 
 def _sanitize(value: Any) -> Any:
@@ -152,9 +141,9 @@ def _sanitize(value: Any) -> Any:
         return value  # code that uses a dict or list checks its contents
     if isinstance(value, str):
         return as_text(value)
-    return (
-        as_int(value, least=-_WHOLE_MAX) if isinstance(value, int) else as_number(value, least=-_NUMBER_MAX)
-    )
+    if isinstance(value, int):
+        return as_int(value, least=-_WHOLE_MAX)
+    return as_number(value, least=-_NUMBER_MAX)
 
 
 def as_number(value: Any, most: float = _NUMBER_MAX, *, least: float = 0.0) -> float | None:

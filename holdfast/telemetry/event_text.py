@@ -11,43 +11,21 @@ NOTICES = frozenset({"notice", "emergency", "emergency_staged", "emergency_faile
 TROUBLES = frozenset(
     {
         *("rank_lost", "rank_silent", "rank_back", "divergence", "flusher_lost", "flusher_replaced"),
-        *(
-            "flush_failed",
-            "flush_held",
-            "flush_resumed",
-            "bad",
-            "drifted",
-            "doubted",
-            "verify_failed",
-            "fenced",
-            "ring_lost",
-        ),
-        *("stager_refused", "nonfinite"),
+        *("flush_failed", "flush_held", "flush_resumed", "bad", "drifted", "doubted", "verify_failed"),
+        *("fenced", "ring_lost", "stager_refused", "nonfinite"),
     }
 )
 # The fields that describe what happened, in the order in which the sentence has them.
 _TEXT_FIELDS = (
-    "name",
-    "kind",
-    "choice",
-    "lost_rank",
-    "pid",
-    "reason",
-    "code",
-    "message",
-    "note",
-    "said_by",
-    "seconds_left",
+    *("name", "kind", "choice", "lost_rank", "pid", "reason"),
+    *("code", "message", "note", "said_by", "seconds_left"),
 )
 
 
 def event_text(fields: Mapping[str, Any]) -> str:
     """Format an event's fields as one line of bounded length."""
-    return truncate(
-        "; ".join(
-            _field_text(name, fields[name]) for name in _TEXT_FIELDS if fields.get(name) not in (None, "")
-        )
-    )
+    given = (name for name in _TEXT_FIELDS if fields.get(name) not in (None, ""))
+    return truncate("; ".join(_field_text(name, fields[name]) for name in given))
 
 
 def truncate(text: str, characters_max: int = TEXT_CHARACTERS_MAX) -> str:

@@ -41,12 +41,10 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # no extra `_created
 
 _SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 _STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 300.0)
+_READ_BACK = ("verified", "drifted", "doubtful", "bad", "verify_failed")
 _OUTCOMES = {
     "stager": ("staged", "declined", "failed"),
-    "flusher": (
-        *("share_sealed", "durable"),
-        *("verified", "drifted", "doubtful", "bad", "verify_failed", "flush_failed"),
-    ),
+    "flusher": ("share_sealed", "durable", *_READ_BACK, "flush_failed"),
 }
 _SAVED_KEPT = 64  # checkpoints that may still be read back
 _LEVELS = {"stager": ("staged",), "flusher": ("durable", "verified")}
@@ -150,7 +148,7 @@ class Metrics:
         match event:
             case "staged" | "durable":
                 self._count_success(event, fields, step)
-            case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
+            case _ if event in _READ_BACK:
                 self._count_read_back(event, fields, step)
             case "declined" | "failed" | "flush_failed":
                 self._count_failure(event, fields, step)

@@ -56,9 +56,7 @@ class CheckpointRow:
 
     attempt: int
     step: int
-    state: str = (
-        "saving"  # `saving`, `staged`, `durable`, `verified`, `drifted`, `doubtful`, `bad`, or `failed`
-    )
+    state: str = "saving"  # one of `_ORDER`, or `failed`
     in_store: bool = False
     note: str = ""
     image_bytes: int | None = None
@@ -70,9 +68,7 @@ class CheckpointRow:
     pgt1_seconds: float | None = None
     pgt2_seconds: float | None = None
     nonfinite: int | None = None  # count of NaN and infinite numbers; None: not counted
-    sealed: dict[str, float] = field(
-        default_factory=dict
-    )  # share (K/S) of several stagers → when it was written
+    sealed: dict[str, float] = field(default_factory=dict)  # share (K/S) of several stagers → when written
     record_stalls: dict[int, float] = field(default_factory=dict)
     ranks: dict[int, RankTimes] = field(default_factory=dict)
 
@@ -207,9 +203,7 @@ class _RowBuilder:
                 row.staged_at_unix = row.staged_at_unix or event.time
                 row.state, row.note = ("durable", "") if row.state == "failed" else (row.state, row.note)
                 _advance(row, "durable")
-            case (
-                "share_sealed" | "seal_read"
-            ):  # `seal_read` is the lead's, for a share whose own log may not be available
+            case "share_sealed" | "seal_read":  # the second is the lead's: the share's own log may be missing
                 share = as_text(event.fields.get("share"))
                 row.sealed[share] = min(event.time, row.sealed.get(share, event.time))
             case "doubted":

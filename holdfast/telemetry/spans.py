@@ -1,18 +1,12 @@
 """A trace of each checkpoint for OpenTelemetry, built from the events of stager and flusher, like their metrics.
 
-    EventLog.emit ──► Spans.handle_event ──► checkpoint   save() to durable (PGT-2), or to the failure
-                                             ├─ save      the call, on the rank with the longest stall          flusher
-                                             ├─ copy      outside save(), on that rank                          flusher
-                                             ├─ stage     save() to staged (PGT-1)                              stager
-                                             ├─ flush     from the flusher's start until durable                flusher
-                                             └─ read_back may begin long after the checkpoint was durable       flusher
-
-Each span has one sender. The flusher sends the span `checkpoint` of a durable checkpoint; the stager sends that of a
-declined or failed one, and the flusher does if no stager is left.
+docs/monitoring.md lists the spans and their attributes. Each span has one sender: the flusher sends the span
+`checkpoint` of a durable checkpoint; the stager sends that of a declined or failed one, and the flusher does if no
+stager is left.
 
 Processes do not pass trace ids to each other: the ids are derived from run, attempt and step (`root_ids`), so the
-collector joins the spans of stager, flusher, and a flusher that replaces a killed one. docs/monitoring.md says what
-each attribute means. Imported only if spans are wanted.
+collector joins the spans of stager, flusher, and a flusher that replaces a killed one. Imported only if spans are
+wanted.
 """
 
 from __future__ import annotations
@@ -128,14 +122,13 @@ class Spans:
                 pgt1_seconds, image_bytes = fields["pgt1_seconds"], fields["image_bytes"]
                 self._record_start(key, now - pgt1_seconds)
                 values = {"image_bytes": image_bytes, "pgt1_seconds": pgt1_seconds}
-                self._record_phase("stage", key, now - pgt1_seconds, now, values)
+                _end(self._begin_phase("stage", key, now - pgt1_seconds, values), now)
             case "declined" | "failed":
                 self._record_failure(event, key, now, fields)
             case "flush_began":
                 self._record_start(key, now)
-                self._flushes[key] = self._begin_phase(
-                    "flush", key, now, {"image_bytes": fields["image_bytes"]}
-                )
+                values = {"image_bytes": fields["image_bytes"]}
+                self._flushes[key] = self._begin_phase("flush", key, now, values)
             case "flush_held" | "flush_resumed":
                 if key in self._flushes:
                     self._flushes[key].add_event(event, {"message": event_text(fields)}, timestamp=_ns(now))
@@ -150,9 +143,8 @@ class Spans:
                 self._record_durable(key, now, fields)
             case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
                 problem = "" if event == "verified" else event_text(fields) or event
-                self._record_phase(
-                    "read_back", key, now - fields["seconds"], now, {"outcome": event}, problem
-                )
+                began = now - fields["seconds"]
+                _end(self._begin_phase("read_back", key, began, {"outcome": event}), now, problem)
 
     def _record_durable(self, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         known = CheckpointRow(*key)
@@ -178,14 +170,14 @@ class Spans:
         for phase, wait in _OF_RANK:
             seconds = times.seconds.get(f"{phase}_seconds")
             if seconds is not None:
-                self._record_phase(phase, key, at, at + seconds, {**of_rank, wait: times.seconds.get(wait)})
+                span = self._begin_phase(phase, key, at, {**of_rank, wait: times.seconds.get(wait)})
                 at += seconds
+                _end(span, at)
 
     def _record_failure(self, outcome: str, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
-        started_at = self._started_at.get(key, now - fields.get("seconds", 0.0))
-        self._end_root(
-            key, started_at, now, {"outcome": outcome, "cause": cause_from(fields)}, event_text(fields)
-        )
+        began = self._started_at.get(key, now - fields.get("seconds", 0.0))
+        values = {"outcome": outcome, "cause": cause_from(fields)}
+        self._end_root(key, began, now, values, event_text(fields))
 
     def _end_flush(self, key: CheckpointId, now: float, problem: str) -> None:
         span = self._flushes.pop(key, None)
@@ -194,31 +186,15 @@ class Spans:
     # -- spans -----------------------------------------------------------------------------------------------------
 
     def _end_root(
-        self,
-        key: CheckpointId,
-        started_at: float,
-        ended_at: float,
-        values: Mapping[str, Any],
-        problem: str = "",
+        self, key: CheckpointId, began: float, ended: float, values: Mapping[str, Any], problem: str = ""
     ) -> None:
         self._started_at.pop(key, None)
         self._ids.chosen = root_ids(self._run, *key)
         try:
-            span = self._begin(_ROOT, key, Context(), started_at, values)
+            span = self._begin(_ROOT, key, Context(), began, values)
         finally:
             self._ids.chosen = None
-        _end(span, ended_at, problem)
-
-    def _record_phase(
-        self,
-        name: str,
-        key: CheckpointId,
-        started_at: float,
-        ended_at: float,
-        values: Mapping[str, Any],
-        problem: str = "",
-    ) -> None:
-        _end(self._begin_phase(name, key, started_at, values), ended_at, problem)
+        _end(span, ended, problem)
 
     def _begin_phase(
         self, name: str, key: CheckpointId, started_at: float, values: Mapping[str, Any]
@@ -258,7 +234,7 @@ class _SpanIds(IdGenerator):
         return self.chosen[1] if self.chosen else self._random.generate_span_id()
 
 
-def _end(span: Span, at: float, problem: str) -> None:
+def _end(span: Span, at: float, problem: str = "") -> None:
     if problem:
         span.set_status(StatusCode.ERROR, problem)
     span.end(_ns(at))

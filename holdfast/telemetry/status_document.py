@@ -67,9 +67,7 @@ class RankStatus(_StatusModel):
     state: RankState = "here"
     quiet_seconds: _Seconds | None = None
     step: _Whole | None = None  # the newest step that the rank has offered or declined
-    stall_seconds: _Seconds | None = (
-        None  # stall of the training thread by the rank's newest known checkpoint
-    )
+    stall_seconds: _Seconds | None = None  # of the training thread, by the rank's newest known checkpoint
 
 
 class StatusLine(_StatusModel):
@@ -79,6 +77,9 @@ class StatusLine(_StatusModel):
     event: _Text
     step: _Whole | None = None
     text: _Text = ""
+
+
+_Lines = Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)]  # the newest ones, newest last
 
 
 class FailuresStatus(_StatusModel):
@@ -103,18 +104,14 @@ class StatusDocument(_StatusModel):
     checkpoints: Annotated[tuple[CheckpointStatus, ...], Field(max_length=CHECKPOINTS_MAX)] = ()
     # causes of declined and failed steps, counted
     not_taken: Annotated[dict[str, _Whole], Field(max_length=_CAUSES_MAX)] = Field(default_factory=dict)
-    declined: Annotated[
-        tuple[StatusLine, ...], Field(max_length=LINES_MAX)
-    ] = ()  # the newest ones, newest last
-    notices: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
-    problems: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
+    declined: _Lines = ()
+    notices: _Lines = ()
+    problems: _Lines = ()
     stager_attached: bool | None = None
     work_ended_at_unix: _Number | None = None  # only a flusher without a stager: when the last stager left
     transport: Transport | None = None  # stager only; None: no job yet, or an older version
     seen: FailuresStatus | None = None  # flusher only: of the run before the newest job; None: not known
-    interval_why: _Text = (
-        ""  # only with `every="auto"`, from the stager: the reason for the interval, for people
-    )
+    interval_why: _Text = ""  # from the stager, with `every="auto"`: the reason for the interval, for people
     # stager only: how the first step of this job compares with that of the run before (`resume_proof`)
     resume: Literal["", "verified resume", "differs", "not proven"] = ""
     resume_text: _Text = ""  # the same as a sentence; both empty if the job did not resume

@@ -8,6 +8,7 @@ The size is bounded: lists keep the newest, texts are cut.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -41,10 +42,7 @@ _STATE_ORDER = ("lost", "silent", "coming", "here", "left")
 
 
 class StatusState:
-    """State of one process for `holdfast status`. Any thread.
-
-    `ranks`: Returns all ranks, called by `build_document`.
-    """
+    """State of one process for `holdfast status`. Any thread. `ranks`: returns all ranks, for `build_document`."""
 
     def __init__(
         self,
@@ -63,9 +61,8 @@ class StatusState:
         self._declined: deque[StatusLine] = deque(maxlen=LINES_MAX)
         self._notices: deque[StatusLine] = deque(maxlen=LINES_MAX)
         self._problems: deque[StatusLine] = deque(maxlen=LINES_MAX)
-        self._stalls: dict[
-            int, tuple[int, float]
-        ] = {}  # rank → step, seconds; of the newest durable checkpoint
+        # rank → step, seconds; of the newest durable checkpoint
+        self._stalls: dict[int, tuple[int, float]] = {}
         self._attached: bool | None = False if role == "flusher" else None
         self._ended_at: float | None = None
         self._interval_why = ""
@@ -108,62 +105,44 @@ class StatusState:
             self._failures = FailuresStatus(failures=fields["failures"], seconds=fields["seen_seconds"])
 
     def _handle_step_event(self, event: str, fields: Mapping[str, Any], step: int) -> None:
-        attempt = int(fields.get("attempt", self._attempt))
+        key = CheckpointId(int(fields.get("attempt", self._attempt)), step)
+        update = functools.partial(self._update_checkpoint, key)
         now = self._clock()
         match event:
             case "flush_began" | "recovered":
-                self._update_checkpoint(
-                    attempt, step, image_bytes=fields.get("image_bytes"), share=fields.get("share")
-                )
+                update(image_bytes=fields.get("image_bytes"), share=fields.get("share"))
             case "share_sealed" | "seal_read":
-                sealed = self._checkpoints.get(CheckpointId(attempt, step), {}).get("sealed", ())
-                self._update_checkpoint(
-                    attempt, step, sealed=tuple(sorted({*sealed, str(fields["share"])})), held=""
-                )
+                sealed = self._checkpoints.get(key, {}).get("sealed", ())
+                update(sealed=tuple(sorted({*sealed, str(fields["share"])})), held="")
             case "loss" if math.isfinite(fields["loss"]):
                 self._losses.append((step, float(fields["loss"])))
             case "staged":
                 pgt1_seconds = float(fields["pgt1_seconds"])
-                self._update_checkpoint(
-                    attempt,
-                    step,
-                    image_bytes=fields["image_bytes"],
-                    staged_at_unix=now,
-                    saved_at_unix=now - pgt1_seconds,
-                    pgt1_seconds=pgt1_seconds,
-                )
+                update(image_bytes=fields["image_bytes"], staged_at_unix=now)
+                update(saved_at_unix=now - pgt1_seconds, pgt1_seconds=pgt1_seconds)
             case "published":
-                self._update_checkpoint(attempt, step, durable_at_unix=now, held="")
+                update(durable_at_unix=now, held="")
             case "durable":
-                self._on_durable(attempt, step, fields, now)
+                self._on_durable(key, fields, now)
             case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
-                nonfinite = fields.get("nonfinite")
-                self._update_checkpoint(
-                    attempt, step, read_back=event, read_back_at_unix=now, nonfinite=nonfinite
-                )
+                update(read_back=event, read_back_at_unix=now, nonfinite=fields.get("nonfinite"))
             case "flush_held":
-                self._update_checkpoint(attempt, step, held=truncate(str(fields.get("message", "held"))))
+                update(held=truncate(str(fields.get("message", "held"))))
             case "flush_resumed":
-                self._update_checkpoint(attempt, step, held="")
+                update(held="")
             case "declined" | "failed" | "flush_failed":
                 cause = cause_from(fields)
-                self._causes[
-                    cause if cause in self._causes or len(self._causes) < _CAUSES_MAX else OTHER
-                ] += 1
+                is_known = cause in self._causes or len(self._causes) < _CAUSES_MAX
+                self._causes[cause if is_known else OTHER] += 1
                 self._declined.append(self._status_line(event, fields, step))
                 if event != "declined":
-                    self._update_checkpoint(
-                        attempt,
-                        step,
-                        failed=truncate(str(fields.get("message") or fields.get("reason") or event)),
-                    )
+                    update(failed=truncate(str(fields.get("message") or fields.get("reason") or event)))
 
-    def _on_durable(self, attempt: int, step: int, fields: Mapping[str, Any], now: float) -> None:
+    def _on_durable(self, key: CheckpointId, fields: Mapping[str, Any], now: float) -> None:
         record = StepRecord.from_json(fields.get("record"))
         stalls = record.stall_seconds
         self._update_checkpoint(
-            attempt,
-            step,
+            key,
             image_bytes=fields["image_bytes"],
             durable_at_unix=now,
             pgt2_seconds=fields["pgt2_seconds"],
@@ -174,17 +153,16 @@ class StatusState:
             held="",
         )
         if stalls:
-            self._stalls = {rank: (step, seconds) for rank, seconds in stalls.items()}
+            self._stalls = {rank: (key.step, seconds) for rank, seconds in stalls.items()}
 
     def _on_found(self, fields: Mapping[str, Any], step: int | None) -> None:
         created = datetime.fromisoformat(fields["created"]).timestamp()
         state = "verified" if fields["state"] == "verified" else ""
-        self._update_checkpoint(
-            int(fields["attempt"]), step or 0, durable_at_unix=created, saved_at_unix=created, read_back=state
-        )
+        key = CheckpointId(int(fields["attempt"]), step or 0)
+        self._update_checkpoint(key, durable_at_unix=created, saved_at_unix=created, read_back=state)
 
-    def _update_checkpoint(self, attempt: int, step: int, **known: Any) -> None:
-        row = self._checkpoints.setdefault(CheckpointId(attempt, step), {})
+    def _update_checkpoint(self, key: CheckpointId, **known: Any) -> None:
+        row = self._checkpoints.setdefault(key, {})
         row.update({name: value for name, value in known.items() if value is not None})
         while len(self._checkpoints) > CHECKPOINTS_MAX:
             del self._checkpoints[min(self._checkpoints)]

@@ -146,10 +146,11 @@ class Ec2:
         errors = response.get("Errors", ())
         codes = tuple(dict.fromkeys(e.get("ErrorCode", "unknown") for e in errors))
         message = "; ".join(dict.fromkeys(e.get("ErrorMessage", "") for e in errors))
-        if len(ids) < order.nodes:
-            self._raise_unexpected(codes, message)
-            return FleetAnswer(ids, codes or ("InsufficientInstanceCapacity",), message)
-        return FleetAnswer(ids)
+        if len(ids) >= order.nodes:
+            return FleetAnswer(ids)
+        if unexpected := [code for code in codes if code not in _REFUSALS]:
+            raise ConfigError(f"EC2 in {self._file.region}: {', '.join(unexpected)}: {message}")
+        return FleetAnswer(ids, codes or ("InsufficientInstanceCapacity",), message)
 
     def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> FleetAnswer:
         """Start one on-demand machine."""
@@ -227,11 +228,6 @@ class Ec2:
                 return FleetAnswer((), (details["Code"],), details.get("Message", ""))
             raise
 
-    def _raise_unexpected(self, codes: Sequence[str], message: str) -> None:
-        unexpected = [code for code in codes if code not in _REFUSALS]
-        if unexpected:
-            raise ConfigError(f"EC2 in {self._file.region}: {', '.join(unexpected)}: {message}")
-
     def _call(self, operation: str, what: str, **arguments: Any) -> Any:
         from botocore import exceptions
 
@@ -260,11 +256,8 @@ def _explain_error(error: Any, what: str, region: str) -> ConfigError | PeerLost
     for codes, advice in _ADVICE.items():
         if re.fullmatch(codes, code):
             return ConfigError(f"{where}; {advice}")
-    if (
-        error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400) >= 500
-        or "LimitExceeded" in code
-        or "Throttl" in code
-    ):
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400)
+    if status >= 500 or "LimitExceeded" in code or "Throttl" in code:
         return PeerLost(f"{where}; run the same command again later: it continues from here")
     return ConfigError(where)
 

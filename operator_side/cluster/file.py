@@ -30,8 +30,6 @@ class ClusterFile(BaseModel):
     subnet_id: Annotated[str, Field(pattern=r"subnet-[0-9a-f]+")]
     trainer_launch_template: Template
     stager_launch_template: Template
-    bucket: str = ""
-    run_prefix: str = ""
     store_url: _Text
     project: Annotated[str, Field(pattern=r"[\w.:/=+@-]{1,128}")]
     run_id: Annotated[str, Field(pattern=r"[\w.:/=+@-]{1,128}")]

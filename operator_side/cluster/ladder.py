@@ -17,13 +17,9 @@ from dataclasses import dataclass, replace
 
 CAPACITY = frozenset(
     {
-        "InsufficientInstanceCapacity",
-        "InsufficientCapacity",
-        "InsufficientHostCapacity",
-        "InsufficientCapacityOnHost",
-        "UnfulfillableCapacity",
-        "InsufficientFreeAddressesInSubnet",
-        "Unsupported",
+        *("InsufficientInstanceCapacity", "InsufficientCapacity", "InsufficientHostCapacity"),
+        *("InsufficientCapacityOnHost", "InsufficientFreeAddressesInSubnet"),
+        *("UnfulfillableCapacity", "Unsupported"),
     }
 )
 SPOT_QUOTA = frozenset(

@@ -11,6 +11,7 @@ not tags; so before each call `up` also looks by tag for machines that an earlie
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -122,14 +123,9 @@ class Cluster:
     def _start_trainers(
         self, request: FleetRequest, budget: Budget, generation: str, live: Sequence[Node]
     ) -> list[str]:
-        live_count = len(live)
         subnets = tuple(dict.fromkeys(n.subnet for n in live if n.subnet)) or request.subnets
-        missing = replace(
-            request,
-            subnets=subnets,
-            nodes=request.nodes - live_count,
-            nodes_min=max(1, request.nodes_min - live_count),
-        )
+        least = max(1, request.nodes_min - len(live))
+        missing = replace(request, subnets=subnets, nodes=request.nodes - len(live), nodes_min=least)
         order: Order | None = first_order(missing)
         refused = []
         while order is not None:
@@ -154,12 +150,9 @@ class Cluster:
         )
 
     def _reject_foreign(self) -> None:
-        others = [
-            node
-            for node in self._cloud.nodes({"Store": self._file.store_url})
-            if node.is_live
-            and any(node.tags.get(name) != value for name, value in self._file.identifying_tags.items())
-        ]
+        own = self._file.identifying_tags.items()
+        users = [node for node in self._cloud.nodes({"Store": self._file.store_url}) if node.is_live]
+        others = [node for node in users if not own <= node.tags.items()]
         if others:
             names = ", ".join(
                 f"{n.id} of run {n.tags.get('RunId')} ({n.tags.get('Project')})" for n in others[:5]
@@ -204,9 +197,7 @@ class Cluster:
         """Wait until these machines are running. EC2 lists a new machine only after a while."""
         deadline = self._clock() + seconds_max
         while True:
-            nodes = {
-                node.id: node for node in self._cloud.nodes(self._file.identifying_tags) if node.role == role
-            }
+            nodes = {node.id: node for node in self._nodes() if node.role == role}
             ended = [i for i in ids if i in nodes and not nodes[i].is_live]
             if ended:
                 raise PeerLost(
@@ -225,7 +216,7 @@ class Cluster:
     # -- status ----------------------------------------------------------------------------------------------------
 
     def status(self, budget: Budget) -> ClusterStatus:
-        nodes = self._cloud.nodes(self._file.identifying_tags)
+        nodes = self._nodes()
         live = [node for node in nodes if node.is_live]
         trainers = tuple(n for n in live if n.role == TRAIN)
         stagers = tuple(n for n in live if n.role == STAGE)
@@ -259,7 +250,7 @@ class Cluster:
         deadline = self._clock() + seconds_max
         ended: dict[str, None] = {}
         while True:
-            left = [n.id for n in self._cloud.nodes(self._file.identifying_tags) if n.state != "terminated"]
+            left = [node.id for node in self._nodes() if node.state != "terminated"]
             fresh = [i for i in left if i not in ended]
             if fresh:  # an `up` that runs elsewhere may have started new ones
                 self._cloud.terminate(fresh)
@@ -282,28 +273,26 @@ class Cluster:
         """Return the running trainers, the oldest first."""
         return tuple(node for node in self._live(TRAIN) if node.state == "running" and node.address)
 
+    def _nodes(self) -> tuple[Node, ...]:
+        return self._cloud.nodes(self._file.identifying_tags)
+
     def _live(self, role: str) -> tuple[Node, ...]:
-        nodes = [n for n in self._cloud.nodes(self._file.identifying_tags) if n.is_live and n.role == role]
+        nodes = [node for node in self._nodes() if node.is_live and node.role == role]
         return tuple(sorted(nodes, key=lambda node: (node.launched, node.id)))
 
     def _count_nodes(self, role: str, generation: str) -> int:
         """Count all machines of this generation: the token changes after a loss, but not if `up` resumes."""
-        nodes = self._cloud.nodes(self._file.identifying_tags)
-        return sum(n.role == role and n.generation == generation for n in nodes)
+        return sum(node.role == role and node.generation == generation for node in self._nodes())
 
     def _generation(self) -> str:
         """Return the generation of live machines or of an interrupted `up`, else a new one, recorded before its use."""
-        live = [
-            n.generation for n in self._cloud.nodes(self._file.identifying_tags) if n.is_live and n.generation
-        ]
+        live = [node.generation for node in self._nodes() if node.is_live and node.generation]
         if live:
             return max(live)
-        try:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             saved = json.loads(self._state.read_text())
             if isinstance(saved["generation"], str):
                 return str(saved["generation"])
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
         generation = f"{int(self._clock()):010d}"
         self._state.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh = self._state.with_suffix(".new")

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from holdfast.checkpoints.intents import clear_intents
 from holdfast.checkpoints.lease import Lease, LeasedRun
@@ -46,18 +45,6 @@ def read_back(store: Store, manifest: Manifest, *, quiet: bool) -> Manifest:
     done = manifest.model_copy(update={"state": state, "note": note[:4096], "nonfinite": report.nonfinite})
     store.write(manifest_name(manifest.file), done.to_bytes())
     return done
-
-
-def checkpoint_document(manifest: Manifest) -> dict[str, Any]:
-    """Return the JSON document for a checkpoint that a tool has made."""
-    return {
-        "step": manifest.step,
-        "attempt": manifest.attempt,
-        "file": manifest.file,
-        "nbytes": manifest.image_bytes,
-        "crc32": manifest.image_crc32,
-        "state": manifest.state.value,
-    }
 
 
 def _is_not_tool_file(own: str) -> bool:

@@ -7,20 +7,18 @@ import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from holdfast.command.examples import examples
 from holdfast.command.output import console, format_seconds, json_option, print_json, print_line, table
 from holdfast.errors import BusyError, ConfigError
+from operator_side.cluster.ec2 import Ec2, Node
+from operator_side.cluster.file import ClusterFile
+from operator_side.cluster.ladder import FleetRequest
+from operator_side.cluster.raising import Budget, Cluster
 from operator_side.commands import options as option
-
-if TYPE_CHECKING:
-    from operator_side.cluster.ec2 import Node
-    from operator_side.cluster.file import ClusterFile
-    from operator_side.cluster.raising import Budget, Cluster
-
 
 _FILE = option.file(
     "--from path", "File with the output of `terraform output -json`.", "terraform-output.json"
@@ -102,8 +100,6 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     JSON: {"generation", "made", "hostfile", "mpirun", "run", "nodes": [{"id", "role", "state", "type", "address",
     "zone", "spot", "launched"}]}.
     """
-    from operator_side.cluster.ladder import FleetRequest
-
     file, machines = _cluster(path)
     nodes_min = options["nodes_min"] or options["nodes"]
     if nodes_min > options["nodes"]:
@@ -118,12 +114,8 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     )
     budget = _budget(options)
     file.settings_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    settings = {
-        **dataclasses.asdict(request),
-        "budget": dataclasses.asdict(budget),
-        "slots": options["slots"],
-    }
-    file.settings_path.write_text(json.dumps(settings))
+    more = {"budget": dataclasses.asdict(budget), "slots": options["slots"]}
+    file.settings_path.write_text(json.dumps(dataclasses.asdict(request) | more))
     raised = machines.up(request, budget, seconds_max=options["wait_seconds_max"])
     lines = _hostfile(raised.trainers, options)
     ranks = len(raised.trainers) * options["slots"]
@@ -218,17 +210,11 @@ def down(as_json: bool, path: Path, wait_seconds_max: float) -> None:
 
 
 def _cluster(path: Path) -> tuple[ClusterFile, Cluster]:
-    from operator_side.cluster.ec2 import Ec2
-    from operator_side.cluster.file import ClusterFile
-    from operator_side.cluster.raising import Cluster
-
     file = ClusterFile.load(path)
     return file, Cluster(file, Ec2(file), file.state_path)
 
 
 def _budget(options: dict[str, Any]) -> Budget:
-    from operator_side.cluster.raising import Budget
-
     return Budget(options["budget_per_hour"], options["stager_price"], options["on_demand_price"])
 
 
@@ -248,16 +234,9 @@ def _hostfile(nodes: Sequence[Node], options: dict[str, Any]) -> str:
 
 
 def _document(node: Node) -> dict[str, Any]:
-    return {
-        "id": node.id,
-        "role": node.role,
-        "state": node.state,
-        "type": node.type,
-        "address": node.address,
-        "zone": node.zone,
-        "spot": node.is_spot,
-        "launched": node.launched.astimezone(UTC).isoformat(timespec="seconds"),
-    }
+    fields = {name: getattr(node, name) for name in ("id", "role", "state", "type", "address", "zone")}
+    launched = node.launched.astimezone(UTC).isoformat(timespec="seconds")
+    return {**fields, "spot": node.is_spot, "launched": launched}
 
 
 def _show_nodes(nodes: Sequence[Node]) -> None:

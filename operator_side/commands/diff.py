@@ -112,12 +112,8 @@ def _print_tensors(tensors: Sequence[TensorDifference], limit: int) -> None:
 
 
 def _type_changes(one: TensorDifference) -> str:
-    changes = ""
-    if one.dtypes[0] != one.dtypes[1]:
-        changes += f" {one.dtypes[0]} -> {one.dtypes[1]}"
-    if one.shapes[0] != one.shapes[1]:
-        changes += f" {list(one.shapes[0])} -> {list(one.shapes[1])}"
-    return changes
+    pairs = (one.dtypes, tuple(map(list, one.shapes)))
+    return "".join(f" {before} -> {after}" for before, after in pairs if before != after)
 
 
 def _cells(one: TensorDifference) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -23,11 +23,9 @@ from holdfast.command.output import (
 )
 from holdfast.errors import ConfigError
 from operator_side.commands import options as option
-
-if TYPE_CHECKING:
-    from operator_side.drill.findings import KillFinding
-    from operator_side.drill.run_drill import DrillOutcome
-
+from operator_side.drill.drill_run import DrillSetup
+from operator_side.drill.findings import KillFinding
+from operator_side.drill.run_drill import DrillOutcome, check_folder, run_drill
 
 _FAILED_EXIT_CODE = 1
 
@@ -100,9 +98,6 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
     "files_compared", "files_differ", "constant": [name], "samples": null or {"trained", "skipped", "repeated"},
     "counters": [text], "measured": [name], "wrong": [text]}. `measured` names times, which are not compared.
     """
-    from operator_side.drill.drill_run import DrillSetup
-    from operator_side.drill.run_drill import check_folder, run_drill
-
     given = folder is not None
     folder = folder or Path(tempfile.mkdtemp(prefix="holdfast-drill-"))
     folder = folder.absolute()
@@ -162,17 +157,10 @@ def _check(options: Mapping[str, Any]) -> None:
 def _document(outcome: DrillOutcome, seed: int, folder: str | None) -> dict[str, Any]:
     kills = []
     for finding in outcome.findings:
-        fields = dataclasses.asdict(finding)
-        kill = fields.pop("kill")
-        kills.append(
-            {
-                "number": kill["number"],
-                "what": finding.kill.description,
-                "after_step": kill["after_step"],
-                **fields,
-                "exact": finding.exact,
-            }
-        )
+        fields, kill = dataclasses.asdict(finding), finding.kill
+        del fields["kill"]
+        planned = {"number": kill.number, "what": kill.description, "after_step": kill.after_step}
+        kills.append({**planned, **fields, "exact": finding.exact})
     return {
         "passed": outcome.passed,
         "seed": seed,
@@ -211,12 +199,10 @@ def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
         )
     if outcome.measured:
         print_line(f"not compared, since a clock has measured it: {', '.join(sorted(outcome.measured))}")
-    seen = outcome.samples
-    print_line(
-        "samples: not checked, since the script does not use ResumableSampler"
-        if seen is None
-        else f"samples: {seen.trained} trained on, {seen.skipped} skipped, {seen.repeated} repeated"
-    )
+    found = "not checked, since the script does not use ResumableSampler"
+    if (seen := outcome.samples) is not None:
+        found = f"{seen.trained} trained on, {seen.skipped} skipped, {seen.repeated} repeated"
+    print_line(f"samples: {found}")
     for counter in outcome.counters:
         print_line(
             f"{counter}: no state_dict() has it; register it as a buffer if training uses it", "yellow"
@@ -225,11 +211,10 @@ def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
     for why in [*outcome.wrong, *wrong]:
         print_line(why, "red")
     where = f"; both runs are in {folder}" if folder else ""
+    how, kills = f"failed (--seed {seed} repeats the same kills)", len(outcome.findings)
     if outcome.passed:
-        kills = len(outcome.findings)
-        print_line(f"passed: the run resumed bit for bit after each of {kills} kills (--seed {seed}){where}")
-    else:
-        print_line(f"failed (--seed {seed} repeats the same kills){where}")
+        how = f"passed: the run resumed bit for bit after each of {kills} kills (--seed {seed})"
+    print_line(how + where)
 
 
 def _row(finding: KillFinding) -> list[str]:
@@ -237,12 +222,8 @@ def _row(finding: KillFinding) -> list[str]:
     resumed = finding.resumed_from
     started = sum(phases.get(name, 0.0) for name in ("launched_seconds", "joined_seconds"))
     exact = {True: "yes", False: "no", None: "not known"}[finding.exact]
-    times = [
-        phases.get("ended_seconds"),
-        started or None,
-        phases.get("restored_seconds"),
-        phases.get("training_seconds"),
-    ]
+    ended, restored, trained = (phases.get(f"{name}_seconds") for name in ("ended", "restored", "training"))
+    times = (ended, started or None, restored, trained)
     return [
         str(finding.kill.number),
         finding.kill.description,

@@ -20,7 +20,7 @@ from holdfast.errors import ConfigError, DamageError
 from holdfast.faultpoint import identify
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, State
-from operator_side.commands.claimed import checkpoint_document, claimed, read_back
+from operator_side.commands.claimed import claimed, read_back
 from operator_side.commands.options import count, exit_codes, flag, text
 from operator_side.commands.target import URL, Target
 
@@ -90,18 +90,10 @@ def import_state(
     with claimed(store) as leased:
         if not force:
             _reject_existing_checkpoints(catalog)
-        now = time.time()
-        key = CheckpointId(leased.attempt, step)
+        now, record = time.time(), {"imported": {"from": path.name[:255], "format": source.kind}}
+        key, facts = CheckpointId(leased.attempt, step), ManifestFacts(now, now, record, "import")
         with progress_bar(path.name, source.layout.image_bytes, hidden=as_json) as advance:
-            manifest = publish_image(
-                leased,
-                key,
-                source,
-                progress=advance,
-                facts=ManifestFacts(
-                    now, now, {"imported": {"from": path.name[:255], "format": source.kind}}, "import"
-                ),
-            )
+            manifest = publish_image(leased, key, source, progress=advance, facts=facts)
         manifest = read_back(leased.store, manifest, quiet=as_json)
     _print_result(store.url, manifest, source, as_json=as_json)
     if manifest.state is State.BAD:
@@ -127,8 +119,10 @@ def _reject_existing_checkpoints(catalog: Catalog) -> None:
 def _print_result(url: str, manifest: Manifest, source: ImportSource, *, as_json: bool) -> None:
     names = list(source.names)
     if as_json:
-        made = {"format": source.kind, "names": names, "tensors": source.tensors}
-        print_json({"url": url, **checkpoint_document(manifest), **made})
+        place = {"url": url, "step": manifest.step, "attempt": manifest.attempt, "file": manifest.file}
+        nbytes, crc32, state = manifest.image_bytes, manifest.image_crc32, manifest.state.value
+        read = {"format": source.kind, "names": names, "tensors": source.tensors}
+        print_json({**place, "nbytes": nbytes, "crc32": crc32, "state": state, **read})
         return
     shown = f"{manifest.file}: step {manifest.step}, {manifest.image_bytes} bytes, {manifest.state}"
     print_line(f"{shown}; it holds {', '.join(names)}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from holdfast.checkpoints.best_finder import BestCheckpoint, BestFinder
+from holdfast.checkpoints.best_finder import BestFinder
 from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import CatalogItem
 from holdfast.command.examples import examples
@@ -74,12 +74,13 @@ def ls(as_json: bool, target: Target) -> None:
         else:
             _print(listing.url, items, branches, listing.old_slices)
     best = finder.best()
-    if not as_json and best is not None:
-        print_line(_best_text(best), "green")
     if as_json:  # one document, printed when every item has been read
         for one in documents:
             one["is_best"] = best is not None and best.order == (one["attempt"], one["step"])
         print_json({"url": listing.url, "checkpoints": documents, "old_slices": listing.old_slices})
+    elif best is not None:
+        place = f"step {best.order.step} of attempt {best.order.attempt}"
+        print_line(f"best {best.rule.describe()}: {best.value:.6g}, {place}", "green")
 
 
 def _track_best(
@@ -89,11 +90,6 @@ def _track_best(
         if branches.is_current(item.order):
             finder.add(item)
         yield item
-
-
-def _best_text(best: BestCheckpoint) -> str:
-    step, attempt = best.order.step, best.order.attempt
-    return f"best {best.rule.describe()}: {best.value:.6g}, step {step} of attempt {attempt}"
 
 
 def _print(url: str, items: Iterator[CatalogItem], branches: Branches, old_slices: str) -> None:
@@ -146,21 +142,12 @@ def _read_rows(items: Iterator[CatalogItem], count: int, branches: Branches) -> 
 
 
 def _row(item: CatalogItem) -> _ListedRow:
-    broken, notes = _nonfinite_text(item), []
     if item.fault:
-        notes.append((item.fault, "red"))
-    elif item.caveat:
-        notes.append((f"{item.name}: {item.caveat}", "yellow"))
-    if broken and not item.fault:
-        notes.append((f"{item.name}: {broken}", "yellow"))
-    style = "red" if item.fault else "yellow" if item.caveat or broken else ""
-    return _ListedRow(_cells(item), style, tuple(notes))
-
-
-def _nonfinite_text(item: CatalogItem) -> str:
-    """Describe its non-finite numbers; "" if there are none, or they were not counted."""
+        return _ListedRow(_cells(item), "red", ((item.fault, "red"),))
     counted = item.manifest.nonfinite if item.manifest else None
-    return counted.describe() if counted and counted.values else ""
+    broken = counted.describe() if counted and counted.values else ""
+    notes = tuple((f"{item.name}: {text}", "yellow") for text in (item.caveat, broken) if text)
+    return _ListedRow(_cells(item), "yellow" if notes else "", notes)
 
 
 def _cells(item: CatalogItem) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ import click
 from holdfast.command.examples import examples
 from holdfast.command.output import print_stderr
 from operator_side.commands.options import COMMAND, WRAPS_COMMAND, count, exit_codes
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE, decide_exit_code
+from operator_side.supervise.wrapped_rank import WrappedRank
 
 
 @click.command(
@@ -42,9 +44,6 @@ def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     unless SIGHUP is ignored at the start, as under nohup. It passes COMMAND's output through. When COMMAND has ended,
     one line on stderr says why, and the exit code says what to do.
     """
-    from operator_side.supervise.exit_codes import RETRY_EXIT_CODE, decide_exit_code
-    from operator_side.supervise.wrapped_rank import WrappedRank
-
     outcome = WrappedRank(command).run()
     end = decide_exit_code(outcome, restarts_max=restarts_max)
     if end.code:

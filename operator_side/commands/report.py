@@ -78,21 +78,15 @@ def report(
     facts = gather_facts(target.url, log, stored, dollars_per_hour=dollars_per_hour, notes=notes)
     html = report_page(facts, made_at_unix=time.time())
     write_atomically(path, len(html), lambda fd: write_all(fd, memoryview(html)))
+    happened = summarize_run(facts)
     if as_json:
-        print_json(
-            {
-                "file": str(path),
-                "nbytes": len(html),
-                "happened": summarize_run(facts),
-                "look_at": [one._asdict() for one in find_hints(facts)],
-                "unknown": facts.unknown,
-                "checkpoints": len(facts.rows),
-                "interruptions": len(facts.interruptions),
-                "goodput": None if facts.goodput is None else facts.goodput.share,
-            }
-        )
+        hints = [one._asdict() for one in find_hints(facts)]
+        counts = {"checkpoints": len(facts.rows), "interruptions": len(facts.interruptions)}
+        goodput = None if facts.goodput is None else facts.goodput.share
+        known = {"happened": happened, "look_at": hints, "unknown": facts.unknown}
+        print_json({"file": str(path), "nbytes": len(html), **known, **counts, "goodput": goodput})
         return
-    for sentence in summarize_run(facts):
+    for sentence in happened:
         print_line(sentence)
     print_line(f"{path}: {len(html)} bytes")
 

@@ -121,7 +121,10 @@ def rewind(
     if writer := find_local_writer(store) or (
         find_possibly_live_writer(store, _ANY_ATTEMPT) if dry_run else ""
     ):
-        raise FencedError(_busy_message(store, writer))
+        raise FencedError(
+            f"{store.url}: {writer} may be writing to this run; end the job first, and wait until its flusher has "
+            "ended: a running job would not notice the rewind"
+        )
     plan = _plan(listing, to, ranges, reason, newest_attempt(store) + 1)
     if not dry_run:
         with claimed(store) as leased:
@@ -133,13 +136,6 @@ def rewind(
         _print_branches(listing, plan, as_json=True, dry_run=dry_run)
     else:
         _print_result(store.url, plan, dry_run=dry_run)
-
-
-def _busy_message(store: Store, who: str) -> str:
-    return (
-        f"{store.url}: {who} may be writing to this run; end the job first, and wait until its flusher has ended: a "
-        "running job would not notice the rewind"
-    )
 
 
 def _parse_ranges(given: Sequence[str]) -> tuple[StepRange, ...]:
@@ -190,10 +186,8 @@ def _fork(listing: CatalogListing, branches: Branches, to: str) -> CheckpointId:
     except ValueError:
         raise ConfigError(f"--to {to}: expected a step such as 10000, or 10000-a3 of attempt 3") from None
     step = int(to) if wanted is None else wanted.step
-    listed = [one for one in listing.manifests if one.order.step == step]
-    if wanted is not None:
-        listed = [one for one in listed if one.order == wanted]
-    current = [one for one in listed if branches.is_current(one.order)] if wanted is None else listed
+    listed = [one for one in listing.manifests if one.order.step == step and wanted in {None, one.order}]
+    current = [one for one in listed if wanted is not None or branches.is_current(one.order)]
     items = list(listing.items(current))
     good = next((item for item in items if item.is_good and not item.caveat), None)
     if good is not None:
@@ -295,13 +289,7 @@ def _rows(branches: Branches, items: Sequence[CatalogItem]) -> list[dict[str, An
 
 def _rewound(plan: _RewindPlan) -> dict[str, Any]:
     made = plan.rewind
-    return {
-        "branch": plan.number,
-        "attempt": made.attempt,
-        "to_step": made.fork.step,
-        "to_attempt": made.fork.attempt,
-        "from_step": made.abandoned.step,
-        "from_attempt": made.abandoned.attempt,
-        "skipped": [list(pair) for pair in made.skips],
-        "reason": made.reason,
-    }
+    to, left = made.fork, made.abandoned
+    ends = {"to_step": to.step, "to_attempt": to.attempt, "from_step": left.step}
+    more = {"skipped": [list(pair) for pair in made.skips], "reason": made.reason}
+    return {"branch": plan.number, "attempt": made.attempt, **ends, "from_attempt": left.attempt, **more}

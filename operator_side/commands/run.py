@@ -12,25 +12,41 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import click
 
+from holdfast.checkpoints.catalog import Catalog
 from holdfast.command.examples import examples
+from holdfast.command.output import print_stderr
+from holdfast.config import StagerConfig, TrainerConfig
 from holdfast.errors import ConfigError, FencedError, NotDurable, StoreError, StoreMissing, help_for
-from holdfast.notify.notify_options import notify_options
+from holdfast.mpirun import Stagers, mpirun_command
+from holdfast.notify.notifier import Notifier
+from holdfast.notify.notify_options import destinations, notify_options
+from holdfast.ring.directory import run_key, runtime_directory
+from holdfast.store import open_store, require_parent
+from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
+from holdfast.telemetry.event_files import EVENTS_NAME, log_directory
+from operator_side.cluster.fleet import load_fleet
 from operator_side.commands import options as option
-
-if TYPE_CHECKING:
-    from holdfast.config import StagerConfig
-    from holdfast.notify.notifier import Notifier
-    from operator_side.supervise.hosts import Fleet
-    from operator_side.supervise.job_processes import JobProcesses
-    from operator_side.supervise.supervisor import Supervisor
-    from operator_side.supervise.supervisor_messages import Launch
-    from operator_side.supervise.verdict import Verdict
-
+from operator_side.commands.run_with_torchrun import (
+    check_options,
+    print_multi_machine_commands,
+    torchrun_job,
+)
+from operator_side.supervise.core import Core
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
+from operator_side.supervise.hosts import Fleet, HostFile, LocalFleet, Slurm
+from operator_side.supervise.job_processes import JobProcesses, RunFiles
+from operator_side.supervise.kept_stager import KeptStager
+from operator_side.supervise.limits import Limits
+from operator_side.supervise.rank import STAGER, TRAINER
+from operator_side.supervise.supervisor import FleetWatch, Supervisor, job_environment, next_attempt
+from operator_side.supervise.supervisor_messages import Launch
+from operator_side.supervise.verdict import INTERRUPTED, Cause, Verdict, error_class
 
 _FORWARDED = ("HOLDFAST_", "NCCL_", "FI_", "OMP_", "PYTORCH_", "TORCH_")
 # A path on this machine, which the stager gets as an argument; and secrets.
@@ -169,72 +185,46 @@ def _run_mpirun(command: Sequence[str], options: dict[str, Any]) -> int:
     fleet = _fleet(options)
     logs = _logs(options["logs"], config.store)
     with _lock(logs), contextlib.closing(_notifier(options, config.store)) as notifier:
-        supervisor, job = _make_supervisor(command, options, config, fleet, logs, notifier)
-        verdict = supervisor.run()
+        events = config.events or logs / EVENTS_NAME
+        given = {one.name: options[one.name] for one in dataclasses.fields(Limits) if one.name in options}
+        core = Core(
+            Limits(**given, ranks_min=options["min_ranks"] or options["ranks"]),
+            _pause_seconds,
+            first_attempt=next_attempt(logs),
+            newest_step=_newest_step(config.store),
+            now=time.monotonic(),
+        )
+
+        def final_check(verdict: Verdict) -> Verdict:
+            is_done = verdict.cause is Cause.DONE
+            return _check_durable(verdict, core.newest_step, config.store) if is_done else verdict
+
+        shares = range(options["stagers"])
+        rings = tuple(runtime_directory(config.store, config.runtime_dir, share=share) for share in shares)
+        files = RunFiles(rings, logs, events)
+        line = partial(_mpirun, command=command, config=config, events=events, options=options)
+        job = JobProcesses(line, job_environment(), files, _relay)
+        watch = FleetWatch(fleet, options["poll_seconds"])
+        on_event = notifier.notify
+        verdict = Supervisor(core, job, watch, files, final_check=final_check, on_event=on_event).run()
     return _exit_code(verdict, job, logs)
 
 
 def _config(options: dict[str, Any]) -> StagerConfig:
     """Load the stager's settings. Raises `ConfigError`, also if the store's parent directory is missing."""
-    from holdfast.config import StagerConfig
-    from holdfast.store import require_parent
-
     config = StagerConfig.from_sources(store=options["store"], **option.parse_settings(options["settings"]))
     require_parent(config.store, create=config.create)
     return config
 
 
-def _make_supervisor(
-    command: Sequence[str],
-    options: dict[str, Any],
-    config: StagerConfig,
-    fleet: Fleet,
-    logs: Path,
-    notifier: Notifier,
-) -> tuple[Supervisor, JobProcesses]:
-    """Make the supervisor, and the job that it starts."""
-    from holdfast.ring.directory import runtime_directory
-    from holdfast.telemetry.event_files import EVENTS_NAME
-    from operator_side.supervise.core import Core
-    from operator_side.supervise.job_processes import JobProcesses, RunFiles
-    from operator_side.supervise.limits import Limits
-    from operator_side.supervise.supervisor import FleetWatch, Supervisor, job_environment, next_attempt
-    from operator_side.supervise.verdict import Cause
-
-    events = config.events or logs / EVENTS_NAME
-    given = {one.name: options[one.name] for one in dataclasses.fields(Limits) if one.name in options}
-    core = Core(
-        Limits(**given, ranks_min=options["min_ranks"] or options["ranks"]),
-        _pause_seconds,
-        first_attempt=next_attempt(logs),
-        newest_step=_newest_step(config.store),
-        now=time.monotonic(),
-    )
-
-    def line(launch: Launch) -> list[str]:
-        return _mpirun(launch, command, config, events, options)
-
-    def final_check(verdict: Verdict) -> Verdict:
-        is_done = verdict.cause is Cause.DONE
-        return _check_durable(verdict, core.newest_step, config.store) if is_done else verdict
-
-    shares = range(options["stagers"])
-    rings = tuple(runtime_directory(config.store, config.runtime_dir, share=share) for share in shares)
-    files = RunFiles(rings, logs, events)
-    job = JobProcesses(line, job_environment(), files, _relay)
-    watch = FleetWatch(fleet, options["poll_seconds"])
-    return Supervisor(core, job, watch, files, final_check=final_check, on_event=notifier.notify), job
-
-
 def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
     """Return the exit code of this command; print why it is not 0."""
-    from holdfast.command.output import print_stderr
-    from operator_side.supervise.verdict import Cause, error_class
-
     error = error_class(verdict.exception)
     if verdict.exit_code:
         stopped = verdict.cause is Cause.STOPPED
-        _print_failure(verdict.message, [] if stopped else job.log_excerpt(verdict), logs)
+        for line in [] if stopped else job.log_excerpt(verdict):
+            print_stderr(line)
+        print_stderr(f"holdfast run: {verdict.message}; logs: {logs}")
         if not stopped:
             print_stderr(f"help: {help_for(getattr(error, 'code', 'run'))}")
     # Python exits with 1 after any exception; holdfast's own classes have their own exit codes.
@@ -242,18 +232,6 @@ def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
 
 
 def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
-    from holdfast.ring.directory import runtime_directory
-    from holdfast.telemetry.event_files import EVENTS_NAME
-    from operator_side.commands.run_with_torchrun import (
-        check_options,
-        print_multi_machine_commands,
-        torchrun_job,
-    )
-    from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
-    from operator_side.supervise.kept_stager import KeptStager
-    from operator_side.supervise.supervisor import job_environment
-    from operator_side.supervise.verdict import INTERRUPTED, Cause, Verdict
-
     check_options(option.parse_settings(options["settings"]))
     config = _config(options)
     logs = _logs(options["logs"], config.store)
@@ -261,9 +239,8 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
         events = config.events or logs / EVENTS_NAME
         print_multi_machine_commands(command, config.store, options)
         ring = runtime_directory(config.store, config.runtime_dir)
-        stager = KeptStager(
-            _stager_arguments(config, events, options), job_environment(), ring, _pause_seconds
-        )
+        arguments = _stager_arguments(config, events, options)
+        stager = KeptStager(arguments, job_environment(), ring, _pause_seconds)
         newest_step = _newest_step(config.store)
         job = torchrun_job(
             command, stager, options, events=events, newest_step=newest_step, on_event=notifier.notify
@@ -273,35 +250,21 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
             done = Verdict(Cause.DONE, "the job is done", "done", exit_code=0)
             verdict = _check_durable(done, job.newest_step, config.store)
             code, message = verdict.exit_code, verdict.message
-        cause = {0: Cause.DONE, RETRY_EXIT_CODE: Cause.STOPPED, INTERRUPTED: Cause.STOPPED}.get(
-            code, Cause.CRASHED
-        )
+        causes = {0: Cause.DONE, RETRY_EXIT_CODE: Cause.STOPPED, INTERRUPTED: Cause.STOPPED}
+        cause = causes.get(code, Cause.CRASHED)
         over = {"role": "supervisor", "event": "over", "cause": cause.value}
         notifier.notify({**over, "message": message or f"the job ended with exit code {code}"})
     if code and message:
-        _print_failure(message, [], logs)
+        print_stderr(f"holdfast run: {message}; logs: {logs}")
     return code
 
 
 def _notifier(options: dict[str, Any], store: str) -> Notifier:
     """Make the notifier for `--notify` and `--notify-command`."""
-    from holdfast.notify.notifier import Notifier
-    from holdfast.notify.notify_options import destinations
-
     return Notifier(destinations(options["notify"], options["notify_command"]), run=store)
 
 
-def _print_failure(message: str, words: Sequence[str], logs: Path) -> None:
-    from holdfast.command.output import print_stderr
-
-    for word in words:
-        print_stderr(word)
-    print_stderr(f"holdfast run: {message}; logs: {logs}")
-
-
 def _fleet(options: dict[str, Any]) -> Fleet:
-    from operator_side.supervise.hosts import HostFile, LocalFleet, Slurm
-
     chosen = [name for name in ("hosts", "slurm", "cluster") if options[name]]
     if len(chosen) > 1:
         raise ConfigError(
@@ -313,17 +276,12 @@ def _fleet(options: dict[str, Any]) -> Fleet:
     if options["slurm"]:
         return Slurm()
     if options["cluster"]:
-        from operator_side.cluster.fleet import load_fleet
-
         return load_fleet(options["cluster"])
     return LocalFleet()
 
 
 def _logs(given: Path | None, store: str) -> Path:
     if given is None:
-        from holdfast.ring.directory import run_key
-        from holdfast.telemetry.event_files import log_directory
-
         given = log_directory(run_key(store))
     try:
         given.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -354,9 +312,6 @@ def _lock(logs: Path) -> IO[str]:
 
 def _newest_step(store: str) -> int:
     """Return the run's newest step; -1 in an empty run. An unreadable store is an error before anything starts."""
-    from holdfast.checkpoints.catalog import Catalog
-    from holdfast.store import open_store
-
     opened = open_store(store)
     try:
         step = Catalog(opened).highest_good_step()
@@ -369,9 +324,6 @@ def _newest_step(store: str) -> int:
 
 def _check_durable(done: Verdict, step: int, store: str) -> Verdict:
     """Return `done`, or a verdict that `step`, the job's newest, is not durable."""
-    from holdfast.config import TrainerConfig
-    from operator_side.supervise.verdict import Cause, Verdict
-
     try:
         durable = _newest_step(store)
     except StoreError as error:
@@ -390,10 +342,6 @@ def _check_durable(done: Verdict, step: int, store: str) -> Verdict:
 def _mpirun(
     launch: Launch, command: Sequence[str], config: StagerConfig, events: Path, options: dict[str, Any]
 ) -> list[str]:
-    from holdfast.mpirun import Stagers, mpirun_command
-    from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
-    from operator_side.supervise.rank import STAGER, TRAINER
-
     wrapper = [sys.executable, "-P", "-m", "operator_side.supervise.rank"]
     arguments = _stager_arguments(config, events, options)
     stager = [*wrapper, STAGER, sys.executable, "-P", "-m", "holdfast", "stager", *arguments]
@@ -423,12 +371,12 @@ def _stager_arguments(config: StagerConfig, events: Path, options: dict[str, Any
     settings = option.parse_settings(options["settings"])
     found: list[str] = []
     for name, value in {**settings, "store": config.store, "events": str(events)}.items():
-        given = f"--{name.replace('_', '-')}"
+        option_name = name.replace("_", "-")
         if name in {"verify", "linger", "reuse", "create"}:
             yes = value.lower() in {"1", "true", "yes", "on"}
-            found.append(given if yes else given.replace("--", "--no-", 1))
+            found.append(f"--{option_name}" if yes else f"--no-{option_name}")
         else:
-            found += [given, value]
+            found += [f"--{option_name}", value]
     return found
 
 
@@ -446,8 +394,6 @@ def _pause_seconds(number: int) -> float:
 
 def _relay(stream: str, text: str) -> None:
     out = sys.stdout if stream == "stdout" else sys.stderr
-    try:
+    with contextlib.suppress(OSError, ValueError):  # the reader is gone; the log files have the text
         out.write(text + "\n")
         out.flush()
-    except (OSError, ValueError):  # the reader of this stream is gone; the log files have the text
-        pass

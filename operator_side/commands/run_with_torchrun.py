@@ -21,19 +21,11 @@ from operator_side.supervise.supervisor import job_environment
 from operator_side.supervise.torchrun_job import TorchrunJob, torchrun_arguments, torchrun_line
 
 RESTARTS_MAX = 3  # torchrun counts all restarts, not only those in a row without progress
-_OF_HOSTS = (
-    "min_ranks",
-    "stagers",
-    "hosts",
-    "slurm",
-    "cluster",
-    "agent",
-    "stager_host",
-    "exported",
-    "poll_seconds",
-)
-_OF_MPIRUN = ("ulfm", "mpirun_options", "hosts_seconds_max", "silent_seconds_max", "stall_seconds_max")
-_OF_CRASHES = ("crashes_max", "set_aside_max")
+_REFUSED = {
+    *("min_ranks", "stagers", "hosts", "slurm", "cluster", "agent", "stager_host", "exported"),
+    *("ulfm", "mpirun_options", "hosts_seconds_max", "silent_seconds_max", "stall_seconds_max"),
+    *("poll_seconds", "crashes_max", "set_aside_max"),
+}
 _OF_STANDING = ("listen", "ranks", "key", "key_file", "tls_cert", "tls_key")
 
 
@@ -42,9 +34,8 @@ def check_options(settings: dict[str, str]) -> None:
     Refuse also if torch is missing. `settings`: as `--set` names them. Raises `ConfigError`.
     """
     context = click.get_current_context()
-    refused = {*_OF_HOSTS, *_OF_MPIRUN, *_OF_CRASHES}
     for one in context.command.params:
-        if one.name in refused and context.get_parameter_source(one.name) is ParameterSource.COMMANDLINE:
+        if one.name in _REFUSED and context.get_parameter_source(one.name) is ParameterSource.COMMANDLINE:
             name = "/".join([one.opts[0], *one.secondary_opts])
             raise ConfigError(
                 f"{name}: expected no such option with --launcher torchrun, which starts the ranks of this machine "

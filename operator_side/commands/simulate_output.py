@@ -50,13 +50,9 @@ def _show_best_intervals(one: TraceResult) -> None:
         heads.append(f"$ PER {_PER_DOLLAR_CELL}")
     rows = table("STRATEGY", *heads, right=tuple(heads))
     for row in one.best():
-        cells = [
-            "-" if row.strategy.every_iteration else str(row.every),
-            _spread(row.share, 100),
-            f"{row.useful_per_hour.median:.0f}",
-            f"{row.redone.median:.0f}",
-            f"{100 * row.training.median:.0f}",
-        ]
+        every = "-" if row.strategy.every_iteration else str(row.every)
+        medians = (row.useful_per_hour.median, row.redone.median, 100 * row.training.median)
+        cells = [every, _spread(row.share, 100), *(f"{median:.0f}" for median in medians)]
         if one.on_demand_dollars is not None:
             cells.append("-" if row.dollars is None else _spread(row.dollars, _PER_DOLLAR_CELL, 3))
         rows.add_row(escape_controls(row.strategy.name), *cells)

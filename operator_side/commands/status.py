@@ -5,20 +5,20 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Group
+from rich.live import Live
 
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json
 from holdfast.errors import ConfigError
 from operator_side.commands import options as option
+from operator_side.commands.status_output import render
+from operator_side.status.run_status import RunStatus
+from operator_side.status.run_watch import RunWatches
 
 _ROWS_LEAST = 14  # of one run in a window: its head, levels and loss
-
-if TYPE_CHECKING:
-    from operator_side.status.run_status import RunStatus
-    from operator_side.status.run_watch import RunWatches
 
 
 @click.command(
@@ -76,8 +76,6 @@ def status(
         )
     if events and not (web and run):
         raise ConfigError("--events: expected with --web and RUN, whose logs they are")
-    from operator_side.status.run_watch import RunWatches
-
     watches = RunWatches(run, runtime_dir, dollars_per_hour)
     found = watches.poll()
     if web:
@@ -90,8 +88,6 @@ def status(
         return
     out = console()
     if once or not out.is_terminal or out.is_dumb_terminal:
-        from operator_side.commands.status_output import render
-
         out.print(*(render(one, ascii_only=out.options.ascii_only) for one in found), sep="\n")
         return
     _live(watches, found, interval_seconds)
@@ -99,14 +95,9 @@ def status(
 
 def _live(watches: RunWatches, found: list[RunStatus], interval_seconds: float) -> None:
     """Show the runs until Ctrl-C; then leave the last output in the terminal."""
-    from rich.console import Group
-    from rich.live import Live
-
-    from operator_side.commands.status_output import render
-
     out = console()
 
-    def drawn(height: int | None) -> Any:
+    def drawn(height: int | None) -> Group:
         count = len(found) if height is None else min(len(found), max(1, height // _ROWS_LEAST))
         older = len(found) - count
         rows = None if height is None else (height - bool(older)) // count

@@ -16,7 +16,7 @@ from holdfast.command.output import escape_controls, format_seconds, format_size
 from holdfast.telemetry.status_document import RankStatus, StatusLine
 from operator_side.page.words import dollars, plural
 from operator_side.status.ring_files import RingCheckpoint
-from operator_side.status.run_status import LEVELS, RunStatus, Timings
+from operator_side.status.run_status import LEVELS, RunStatus
 from operator_side.status.status_text import (
     age,
     head_lines,
@@ -28,8 +28,7 @@ from operator_side.status.status_text import (
 
 _BAR_CELLS = 16
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
-_RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN = 8, 6, 3
-_RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST = 1, 1, 1
+_SHOWN, _SHOWN_LEAST = (8, 6, 3), (1, 1, 1)  # ranks, flights, lines
 _HOST_CHARACTERS_MAX = 20
 # Dropped in this order if the window is too small.
 _DROPPED = ("timings", "notices", "declined", "ring", "flights", "ranks", "notes", "troubles")
@@ -39,17 +38,13 @@ _RANK_STYLE = {"lost": "red", "silent": "yellow", "coming": "dim", "left": "dim"
 
 def render(status: RunStatus, *, ascii_only: bool = False, height: int | None = None) -> RenderableType:
     """Render the status for `rich`. `height`: lines of the terminal; lists are shortened to fit, if possible."""
-    shown = (_RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN)
-    parts = _parts(status, ascii_only, shown)
-    if height is not None and _count_lines(parts) > height:
-        shown = (_RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST)
-        parts = _parts(status, ascii_only, shown)
-        for count in range(1, len(_DROPPED) + 1):
+    parts = _parts(status, ascii_only, _SHOWN)
+    if height is not None:
+        for count in range(len(_DROPPED) + 1):
             if _count_lines(parts) <= height:
                 break
-            parts = _parts(status, ascii_only, shown, without=_DROPPED[:count])
-    if height is not None:  # a wrapped line would push the end out of sight
-        for part in parts:
+            parts = _parts(status, ascii_only, _SHOWN_LEAST, without=_DROPPED[:count])
+        for part in parts:  # a wrapped line would push the end out of sight
             if isinstance(part, Text):
                 part.no_wrap, part.overflow = True, "ellipsis"
     return Group(*parts)
@@ -175,7 +170,8 @@ def _timings(status: RunStatus, ascii_only: bool) -> list[RenderableType]:
     if known:
         rows = table("SECONDS", "LAST", "MEDIAN", "NEWEST RIGHTMOST", right=("LAST", "MEDIAN"))
         for name, timings in known:
-            rows.add_row(name, _short(timings.last), _short(timings.median), _sparks(timings, ascii_only))
+            sparks = spark(timings.seconds[-_BAR_CELLS:], ascii_only)
+            rows.add_row(name, _short(timings.last), _short(timings.median), sparks)
         found = [Text(), rows]
     return [*found, *(Text(escape_controls(line)) for line in interval_lines(status))]
 
@@ -184,10 +180,6 @@ def _short(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{1000 * value:.1f} ms" if value < 0.1 else format_seconds(value)
-
-
-def _sparks(timings: Timings, ascii_only: bool) -> str:
-    return spark(timings.seconds[-_BAR_CELLS:], ascii_only)
 
 
 # -- ranks and lines ---------------------------------------------------------------------------------------------------

@@ -26,9 +26,12 @@ _SSH_SERVER = 2  # of SSH_CONNECTION: client, its port, server, its port
 def serve_web(site: StatusWeb, port: int) -> None:
     """Serve the page until Ctrl-C."""
     server = PageServer(port, site.respond)
+    # The name by which other machines reach this one: the address that ssh connected to, or the host name.
+    parts = os.environ.get("SSH_CONNECTION", "").split()
+    host = escape_controls(parts[_SSH_SERVER]) if len(parts) > _SSH_SERVER else socket.gethostname()
     click.echo(server.url)
     click.echo(
-        f"from another machine: ssh -N -L {server.port}:{ADDRESS}:{server.port} {_host()}, and open the same URL there"
+        f"from another machine: ssh -N -L {server.port}:{ADDRESS}:{server.port} {host}, and open the same URL there"
     )
     click.echo("Ctrl-C ends it")
     try:
@@ -37,12 +40,6 @@ def serve_web(site: StatusWeb, port: int) -> None:
         click.echo()
     finally:
         server.close()
-
-
-def _host() -> str:
-    """Return the name by which other machines reach this one: the address that ssh connected to, or the host name."""
-    parts = os.environ.get("SSH_CONNECTION", "").split()
-    return escape_controls(parts[_SSH_SERVER]) if len(parts) > _SSH_SERVER else socket.gethostname()
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from concurrent import futures
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
@@ -86,13 +86,7 @@ def parse_target(text: str) -> Target:
     return Target(match["url"], None if match["step"] == "latest" else int(match["step"]))
 
 
-if TYPE_CHECKING:
-    _ParamType = click.ParamType[Target]
-else:
-    _ParamType = click.ParamType  # generic since click 8.4 only
-
-
-class _TargetType(_ParamType):
+class _TargetType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
     def __init__(self, *, with_step: bool) -> None:
         self._with_step = with_step
         self.name = "URL[@STEP]" if with_step else "URL"

@@ -22,6 +22,7 @@ from operator_side.commands.options import (
     parse_size_argument,
     text,
 )
+from operator_side.commands.target import Target
 
 if TYPE_CHECKING:
     from holdfast.wire.failure_count import FailureCount
@@ -97,6 +98,7 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
         raise ConfigError("expected a price either by --cluster or by --spot-price, got both")
     path = options["profile"]
     gbps = options["store_gbps"]
+    as_given = ("mtbf_hours", "strategy", "nodes", "overhead_max", "lead_seconds", "ranks")
     request = TuningRequest(
         measured_profile() if path is None else load_profile(path),
         None if trace is None else read_trace(trace),
@@ -108,13 +110,8 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
         stager_memory_bytes=_size("--stager-memory", options["stager_memory"]),
         store_rate=None if gbps is None else gbps * _GBPS_BYTES,
         store=_store(options["store"]),
-        mtbf_hours=options["mtbf_hours"],
         failures=_read_failures(options["run"]),
-        strategy=options["strategy"],
-        nodes=options["nodes"],
-        overhead_max=options["overhead_max"],
-        lead_seconds=options["lead_seconds"],
-        ranks=options["ranks"],
+        **{name: options[name] for name in as_given},
     )
     settings = make_tuning(request).to_toml()
     if output is None:
@@ -147,7 +144,6 @@ def _price(cluster: Path | None) -> float | None:
 
 def _read_failures(run: str | None) -> FailureCount | None:
     from holdfast.checkpoints.lease import read_failure_count
-    from operator_side.commands.target import Target
 
     if run is None:
         return None

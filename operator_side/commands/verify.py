@@ -53,12 +53,13 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int | None) 
     catalog = target.catalog()
     documents, faults = [], []
     for manifest, name, fault in _choose(catalog, target, check_all=check_all):
-        report = _verify(catalog, manifest, threads, quiet=as_json) if manifest else None
+        report = None
+        if manifest is not None:
+            with progress_bar(manifest.file, manifest.image_bytes, hidden=as_json) as advance:
+                report = verify_file(catalog.store, manifest, threads=threads, progress=advance)
         documents.append(_document(name, manifest, report, fault))
-        if report is not None and not report.ok:
-            faults.append(report.summary())
-        elif report is None:
-            faults.append(fault)
+        if report is None or not report.ok:
+            faults.append(fault if report is None else report.summary())
         if not as_json:
             _print(name, report, manifest)
     if as_json:
@@ -84,11 +85,6 @@ def _choose(
         yield item.manifest, item.manifest.file if item.manifest else item.name, item.fault
     if not found:
         catalog.get()  # raises: the run is missing, or has no checkpoint
-
-
-def _verify(catalog: Catalog, manifest: Manifest, threads: int | None, *, quiet: bool) -> VerifyReport:
-    with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
-        return verify_file(catalog.store, manifest, threads=threads, progress=advance)
 
 
 def _print(name: str, report: VerifyReport | None, manifest: Manifest | None) -> None:

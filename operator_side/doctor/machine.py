@@ -6,6 +6,7 @@ import fcntl
 import os
 import platform
 import resource
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,9 +76,7 @@ def _ring_room(base: Path, plan: CheckPlan) -> Iterator[Finding]:
         "set runtime_dir to a directory in memory, such as /dev/shm: a ring on a disk is slow",
         CheckState.WARN,
     )
-    found = os.statvfs(base)
-    free_bytes = found.f_bavail * found.f_frsize
-    needed_bytes = plan.ring_bytes + 16 * _MIB
+    free_bytes, needed_bytes = shutil.disk_usage(base).free, plan.ring_bytes + 16 * _MIB
     yield Finding.from_condition(
         "ring room",
         free_bytes >= needed_bytes,

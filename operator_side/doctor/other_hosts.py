@@ -72,7 +72,8 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
             check=False,
         )
         found = json.loads(done.stdout.strip().splitlines()[-1])
-        skew_seconds = _skew_seconds(float(found["unix"]), began, time.time())
+        theirs = float(found["unix"])
+        skew_seconds = max(0.0, began - theirs, theirs - time.time())  # the way there and back is not skew
     except subprocess.TimeoutExpired:
         yield _unreachable(check, f"no answer within {_SECONDS_MAX:g} s")
         return
@@ -122,11 +123,6 @@ def _unreachable(check: str, why: str) -> Finding:
         f"cannot be reached by ssh: {why}",
         "make `ssh -o BatchMode=yes HOST true` work without a question: check key, known_hosts and security group",
     )
-
-
-def _skew_seconds(theirs: float, began: float, ended: float) -> float:
-    """Distance of the other clock from the time between sending and receiving; the way itself is not skew."""
-    return max(0.0, began - theirs, theirs - ended)
 
 
 def _addresses(host: str) -> list[str]:

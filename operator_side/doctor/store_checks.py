@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoints.old_slices import describe_old_slices
+from holdfast.checkpoints.manifest_order import describe_old_slices
 from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.crc import combine, crc32
 from holdfast.errors import DamageError, HoldfastError
@@ -142,8 +143,7 @@ def _directory(root: Path, plan: CheckPlan) -> Iterator[Finding]:
         yield _clock_finding("its directory", skew_seconds)
     finally:
         path.unlink(missing_ok=True)
-    found = os.statvfs(root)
-    free_bytes = found.f_bavail * found.f_frsize
+    free_bytes = shutil.disk_usage(root).free
     yield Finding.from_condition(
         "store room",
         free_bytes >= 4 * plan.ring_bytes,

@@ -1,12 +1,7 @@
 """`holdfast drill`: kills a user's own script under `holdfast run` at random points, and checks how it resumes.
 
-    run_drill ── reference run ──► kill_plan (pure): which kill, after which step
-      │  └─ drilled run ── events, status, diary of the ranks ──► kill_plan ── SendKill, GiveNotice ► drilled run
-      └─ findings (pure): resumed, lost, recovery, samples ◄── events, status, diary      compare ◄── both stores
-
 run_drill, kill_plan                  runs the script twice, with kills drawn from a seed, and reports progress
 drill_run, torchrun_run               one run: `holdfast run`, with mpirun or with torchrun
-findings, batches                     the finding of each kill; the batches that a resumed run trained on
-seeding                               the calls that make a script deterministic, if its runs differ before any kill
-compare, measured_times, values       compares checkpoints value by value; ignores times measured by a clock
+findings, batches                     the finding of each kill; the batches of two runs
+compare, values                       compares checkpoints value by value; ignores times measured by a clock
 """

@@ -1,4 +1,4 @@
-"""Compares the batches of a resumed run with those of the undisturbed run. Pure.
+"""Compares the batches of two runs: a resumed one with the undisturbed one, or two undisturbed ones. Pure.
 
 undisturbed   step 3: a1f0 02d1  step 4: 77c2 0b9e  step 5: …       a step may take several batches
 resumed after step 3:            step 4: 0b9e …     one batch later: drawn before the checkpoint, and lost
@@ -7,11 +7,9 @@ resumed after step 3:            step 4: 0b9e …     one batch later: drawn bef
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from operator_side.drill.findings import ExecutedKill, KillFinding
+from operator_side.drill.findings import ExecutedKill, KillFinding, Lines
 
-Lines = Sequence[Mapping[str, Any]]
 _Batches = Mapping[tuple[int, int], Sequence[int]]  # (rank, step) → CRC of each batch
 _REMEDY = (
     "draw through ResumableDraw (docs/data.md), or draw the batch of a step after the checkpoint before it"
@@ -87,3 +85,38 @@ def _sentence(step: int, differ: Sequence[int], got: _Batches, want: _Batches) -
         f"only the batches differ, as far as can be seen: the state it resumed from is equal, but step {step} began "
         f"with {what}: {advice}"
     )
+
+
+# -- two undisturbed runs that differ ----------------------------------------------------------------------------------
+
+_DATA = (
+    "seed the data: a ResumableSampler has a seed of its own, and DataLoader(shuffle=True) takes "
+    "generator=torch.Generator().manual_seed(1)"
+)
+_MODEL = (
+    "call torch.manual_seed(1) before the model is made (Lightning: seed_everything(1, workers=True), Transformers: "
+    "set_seed(1))"
+)
+_KERNELS = "torch.use_deterministic_algorithms(True) finds operations that are not deterministic"
+_PAGE = "docs/drill.md#a-script-that-is-not-deterministic"
+
+
+def advice_on_seeding(reference: Lines, drilled: Lines) -> str:
+    """Return a sentence that names the calls which would make the two runs equal before any kill."""
+    want, got = _first_batches(reference), _first_batches(drilled)
+    ranks = want.keys() & got.keys()
+    differ = sorted(rank for rank in ranks if want[rank] != got[rank])
+    if differ:
+        return f"The batches of rank {differ[0]} differ already at its first step: {_DATA} ({_PAGE})"
+    if ranks:
+        return f"The batches of the first step are equal: {_MODEL}; {_KERNELS} ({_PAGE})"
+    return f"In the script, {_MODEL}, and {_DATA}; {_KERNELS} ({_PAGE})"
+
+
+def _first_batches(diary: Lines) -> dict[int, tuple[int, Sequence[int]]]:
+    """Return for each rank its first step and the CRC of each of its batches."""
+    found: dict[int, tuple[int, Sequence[int]]] = {}
+    for line in diary:
+        if "batches" in line:
+            found.setdefault(int(line["rank"]), (line["batches"]["step"], line["batches"]["crcs"]))
+    return found

@@ -1,25 +1,41 @@
 """Compares the checkpoints of two runs step by step, and names the values that differ.
 
 Tensors are compared by the CRCs in the manifests, so nothing large is read. Only differing `PerRank` values and plain
-values are read, to name the difference. Times measured by a clock do not count as differences (`measured_times.py`).
+values are read, to name the difference. Times measured by a clock do not count as differences:
+
+    trainer/json/log_history/5/eval_runtime             measured
+    trainer/json/log_history/5/eval_samples_per_second  measured
+    trainer/json/log_history/5/eval_loss                not
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.image.manifest import EntryRecord, Manifest, TensorRecord
 from holdfast.store.base import Store
-from operator_side.drill.measured_times import is_measured
 from operator_side.drill.values import read_per_rank_values, read_values
 
 _PICKLE = "data.pkl"
 _SHOWN_CHARACTERS = 60
 _CRC = "CRC "
 _NUMBER = re.compile(r"(?<=/)\d+(?=/)")  # the index of a log entry
+# Only values in logs are judged by their names: `time` in another part of the state may be training data.
+_LOGS = re.compile(
+    r"logs?|logged|logger|history|histories|metrics|perf(ormance)?|timers?|timings?|throughput|speed"
+)
+_TIMES = re.compile(
+    r"times?|runtime|walltime|wallclock|clock|date|datetime|timestamps?|sec(ond)?s?|s|[mu]s|msec|minutes|hours|elapsed|"
+    r"durations?|latency|eta|throughput|speed|mfu|tflops|[stfq]ps"
+)
+_COUNTED = re.compile(r"time_?steps?")
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+# In Trainer's entries: means over the steps since the last entry, or since the process began. A neighbour in the same
+# entry identifies each.
+_OF_THE_PROCESS = {"train_loss": "train_runtime", "loss": "grad_norm"}
 
 
 class Difference(NamedTuple):
@@ -31,10 +47,10 @@ class Difference(NamedTuple):
     is_measured: bool = False  # by a clock, so it differs between any two runs
 
     def __str__(self) -> str:
-        short = (
-            max(len(self.was), len(self.became)) <= _SHOWN_CHARACTERS and _CRC not in self.was + self.became
-        )
-        return f"{self.path}: {self.was} became {self.became}" if short else f"{self.path}: its bytes differ"
+        is_short = max(len(self.was), len(self.became)) <= _SHOWN_CHARACTERS
+        if is_short and _CRC not in self.was + self.became:
+            return f"{self.path}: {self.was} became {self.became}"
+        return f"{self.path}: its bytes differ"
 
 
 class FileComparison(NamedTuple):
@@ -69,9 +85,8 @@ def compare(reference: Store, drilled: Store) -> list[FileComparison]:
         if want is None:
             continue
         if got is None or item.fault:
-            found.append(
-                FileComparison(item.step, 0, item.name, (Difference(item.name, "good", item.fault),))
-            )
+            fault = Difference(item.name, "good", item.fault)
+            found.append(FileComparison(item.step, 0, item.name, (fault,)))
             continue
         all_ = list(differences(reference, want, drilled, got))
         measured = frozenset(_NUMBER.sub("*", each.path) for each in all_ if each.is_measured)
@@ -95,9 +110,8 @@ def differences(first: Store, want: Manifest, second: Store, got: Manifest) -> I
     pickles = _pickle(want), _pickle(got)
     if pickles[0].crc32 != pickles[1].crc32:
         before = read_values(_read(first, want, pickles[0]), source=want.file)
-        yield from _value_differences(
-            "", before, read_values(_read(second, got, pickles[1]), source=got.file)
-        )
+        after = read_values(_read(second, got, pickles[1]), source=got.file)
+        yield from _value_differences("", before, after)
 
 
 def _tensor_differences(
@@ -112,10 +126,8 @@ def _tensor_differences(
     if "uint8" in one.dtype and len(one.shape) == 1:  # perhaps a `PerRank` value
         was = read_per_rank_values(_read(first, want, want.entries[one.entry]))
         became = read_per_rank_values(_read(second, got, got.entries[other.entry]))
-        if was is not None and became is not None:
-            yield from _value_differences(
-                f"{path}/", was, became
-            )  # equal values in different bytes are the same state
+        if was is not None and became is not None:  # equal values in different bytes are the same state
+            yield from _value_differences(f"{path}/", was, became)
             return
     yield Difference(path, f"{_CRC}{_size_and_crc(want, one)[1]}", f"{_CRC}{_size_and_crc(got, other)[1]}")
 
@@ -141,3 +153,19 @@ def _read(store: Store, manifest: Manifest, entry: EntryRecord) -> bytes:
     data = bytearray(entry.nbytes)
     store.read_into(manifest.file, entry.offset, memoryview(data))
     return bytes(data)
+
+
+def is_measured(path: str, siblings: Collection[str]) -> bool:
+    """Whether the value is in a log, and is a time, a speed or a mean since the process began."""
+    place, _, name = path.rpartition("/")
+    if name == "elapsed" or "time_elapsed" in path.split("/"):  # Lightning's Timer
+        return True
+    if not _any_word(place, _LOGS):
+        return False
+    if name in _OF_THE_PROCESS:
+        return f"{place}/{_OF_THE_PROCESS[name]}" in siblings
+    return _any_word(name, _TIMES) and not _COUNTED.search(name.lower())
+
+
+def _any_word(text: str, kind: re.Pattern[str]) -> bool:
+    return any(kind.fullmatch(word.lower()) for word in _WORDS.findall(text))

@@ -26,23 +26,18 @@ from holdfast.process import parent_of, running_processes
 from holdfast.supervised import DIARY_VARIABLE
 from holdfast.telemetry.event_follower import Follower
 from operator_side.drill.kill_plan import Kill, KillTarget
-from operator_side.supervise.attempt import processes_of_session
+from operator_side.supervise.job_processes import processes_of_session
 from operator_side.supervise.supervisor import job_environment
 from operator_side.supervise.tied import tied_command
 
 _END_SECONDS = 60.0
+_OUTPUT_LINES = 25
 _TORCHRUN_FAILS = re.compile(r"^[EW]\d{4} [\d:.]+ \d+ \S*torch/distributed/elastic", re.MULTILINE)
 # A drill must not touch the store, logs and tiers of the user's own run, and sends no notifications.
-_LEFT_OUT = (
-    "HOLDFAST_STORE",
-    "HOLDFAST_EVENTS",
-    "HOLDFAST_TIERS",
-    "HOLDFAST_METRICS_PORT",
-    "HOLDFAST_STAGER",
-    "HOLDFAST_KEY",
-    "HOLDFAST_KEY_FILE",
-    "HOLDFAST_NOTIFY",
-)
+_LEFT_OUT = {
+    f"HOLDFAST_{name}"
+    for name in ("STORE", "EVENTS", "TIERS", "METRICS_PORT", "STAGER", "KEY", "KEY_FILE", "NOTIFY")
+}
 
 
 @dataclass(frozen=True)
@@ -70,15 +65,12 @@ class DrillRun:
             name: Follower(self.logs / f"{name}.jsonl") for name in ("diary", "events", "status")
         }
         self.lines: dict[str, list[dict[str, Any]]] = {name: [] for name in self._followers}
-        own = {
-            "HOLDFAST_EVENTS": str(self.logs / "events.jsonl"),
-            DIARY_VARIABLE: str(self.logs / "diary.jsonl"),
-        }
+        self._env = {name: value for name, value in job_environment().items() if name not in _LEFT_OUT}
+        self._env["HOLDFAST_EVENTS"] = str(self.logs / "events.jsonl")
+        self._env[DIARY_VARIABLE] = str(self.logs / "diary.jsonl")
         if setup.gives_notice:
-            own["HOLDFAST_WATCH"] = "sigterm"
-            own["HOLDFAST_WATCH_GRACE_SECONDS"] = str(setup.notice_seconds)
-        kept = {name: value for name, value in job_environment().items() if name not in _LEFT_OUT}
-        self._env = {**kept, **own}
+            self._env["HOLDFAST_WATCH"] = "sigterm"
+            self._env["HOLDFAST_WATCH_GRACE_SECONDS"] = str(setup.notice_seconds)
         self._process = self._start_run()
 
     def _start_run(self) -> subprocess.Popen[bytes]:
@@ -97,7 +89,13 @@ class DrillRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _terminate(self._process)
+        if self._process.poll() is None:  # its own children are tied to it
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
         self._output.close()
         for follower in self._followers.values():
             follower.close()
@@ -144,17 +142,14 @@ class DrillRun:
         """Send SIGTERM to the rank of the kill. Return whether the rank was running."""
         return self._signal(self._rank_pids(kill.rank), signal.SIGTERM)
 
-    def output_tail(self, lines: int = 25) -> str:
+    def output_tail(self, lines: int) -> str:
         """Return the last lines of the run's output."""
-        text = (self.folder / "output.log").read_text(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return _last_lines((self.folder / "output.log").read_text(errors="replace"), lines)
 
-    def output_before_failure(self, lines: int = 25) -> str:
+    def output_before_failure(self) -> str:
         """Return the last lines before torchrun reports a failed rank; without torchrun, the last lines of all."""
         text = (self.folder / "output.log").read_text(errors="replace")
-        if (found := _TORCHRUN_FAILS.search(text)) is not None:
-            text = text[: found.start()]
-        return "\n".join(text.splitlines()[-lines:])
+        return _last_lines(_TORCHRUN_FAILS.split(text, maxsplit=1)[0], _OUTPUT_LINES)
 
     def _start(self, line: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         # Tied to this process: a killed drill leaves no process behind.
@@ -187,15 +182,8 @@ class DrillRun:
         return sent
 
 
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    """Terminate the process, with SIGKILL if it takes too long; its own children are tied to it."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_SECONDS)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+def _last_lines(text: str, count: int) -> str:
+    return "\n".join(text.splitlines()[-count:])
 
 
 def is_stager(pid: int) -> bool:

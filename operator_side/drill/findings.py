@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from operator_side.drill.compare import Difference, FileComparison
 from operator_side.drill.kill_plan import Kill
-from operator_side.supervise.resumption import MARKS, Resumption
+from operator_side.supervise.record import MARKS, Resumption
 
 Lines = Sequence[Mapping[str, Any]]
 _NAMED_MAX = 5
@@ -74,9 +74,7 @@ def examine_kills(
         finding = KillFinding(one.kill)
         before = [line for line in diary if "step" in line and line["time"] <= one.killed_at]
         finding.last_step = max((int(line["step"]) for line in _newest_attempt(before)), default=-1)
-        staged = [
-            line for line in events if _is_event(line, "staged", "stager") and line["time"] < one.killed_at
-        ]
+        staged = [line for line in events if is_staged(line) and line["time"] < one.killed_at]
         finding.staged_step = max((int(line["step"]) for line in staged), default=-1)
         _add_recovery(finding, one, [line for line in status if one.killed_at <= line["time"] < following])
         if finding.resumed_from is None:
@@ -95,8 +93,8 @@ def _newest_attempt(lines: Lines) -> Lines:
     return [line for line in lines if line["attempt"] == newest]
 
 
-def _is_event(line: Mapping[str, Any], event: str, role: str) -> bool:
-    return line.get("event") == event and line.get("role") == role
+def is_staged(line: Mapping[str, Any]) -> bool:
+    return (line.get("event"), line.get("role")) == ("staged", "stager")
 
 
 def _add_recovery(finding: KillFinding, executed: ExecutedKill, status: Lines) -> None:
@@ -140,14 +138,8 @@ def _add_notice(finding: KillFinding, events: Lines) -> None:
     elif "emergency_staged" in by_event:
         finding.notice = f"step {by_event['emergency_staged'].get('saved_step')} was saved because of it"
     else:
-        reason = next(
-            (
-                str(by_event[name].get("reason"))
-                for name in ("emergency_failed", "emergency")
-                if name in by_event
-            ),
-            "holdfast gave no answer",
-        )
+        answer = by_event.get("emergency_failed", by_event.get("emergency"))
+        reason = "holdfast gave no answer" if answer is None else str(answer.get("reason"))
         finding.notice = f"nothing was saved: {reason}"
         if by_event.get("emergency", {}).get("choice") != "finish":
             finding.wrong.append(f"the notice led to no checkpoint: {reason}")
@@ -156,11 +148,8 @@ def _add_notice(finding: KillFinding, events: Lines) -> None:
 def _assign_files(findings: Sequence[KillFinding], files: Iterable[FileComparison]) -> None:
     """Assign each file to the last kill before it."""
     for one in files:
-        after = [
-            f
-            for f in findings
-            if f.resumed_from is not None and f.kill.after_step < one.step > f.resumed_from
-        ]
+        resumed = [f for f in findings if f.resumed_from is not None and one.step > f.resumed_from]
+        after = [finding for finding in resumed if one.step > finding.kill.after_step]
         if not after:
             continue
         finding = after[-1]

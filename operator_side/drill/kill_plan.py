@@ -90,14 +90,9 @@ class SendKill(NamedTuple):
 
 
 class KillSequence:
-    """Says when each kill is due. The caller passes the time.
-
-    A kill that comes later than planned, as in a script of short steps, delays the next one, so that a comparable
-    checkpoint lies between them.
-
-    Args:
-        notice_seconds: Seconds from a notice to the kill, if holdfast does not answer the notice earlier.
-        comparable: Steps of the reference's checkpoints.
+    """Says when each kill is due. The caller passes the time. A kill that comes later than planned, as in a script of
+    short steps, delays the next one, so that a comparable checkpoint lies between them. `notice_seconds`: from a notice
+    to the kill, if holdfast does not answer it earlier. `comparable`: steps of the reference's checkpoints.
     """
 
     def __init__(self, kills: Sequence[Kill], *, notice_seconds: float, comparable: Collection[int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.store import open_store
-from operator_side.drill.batches import explain_different_batches
+from operator_side.drill.batches import advice_on_seeding, explain_different_batches
 from operator_side.drill.compare import FileComparison, compare, constants
 from operator_side.drill.drill_run import DrillRun, DrillSetup, sleep_briefly
 from operator_side.drill.findings import (
@@ -24,10 +24,10 @@ from operator_side.drill.findings import (
     compare_counters,
     compare_samples,
     examine_kills,
+    is_staged,
     shortened,
 )
 from operator_side.drill.kill_plan import GiveNotice, Kill, KillSequence, KillTarget, SendKill, plan_kills
-from operator_side.drill.seeding import advice_on_seeding
 from operator_side.drill.torchrun_run import TorchrunRun
 
 PROGRESS_SECONDS = 10.0  # between two lines of progress
@@ -63,10 +63,9 @@ def check_folder(folder: Path) -> None:
             f"--dir {folder}: expected a directory for the drill alone, got a file; name another one"
         )
     if folder.is_dir() and any(folder.iterdir()):
-        checkpoints = any(folder.rglob("step-*.json"))
-        what = (
-            "there are checkpoints in it: a drill never touches a run" if checkpoints else "it is not empty"
-        )
+        what = "it is not empty"
+        if any(folder.rglob("step-*.json")):
+            what = "there are checkpoints in it: a drill never touches a run"
         raise ConfigError(f"--dir {folder}: {what}; name a directory that is new or empty")
 
 
@@ -94,7 +93,11 @@ def run_drill(
             ended, new = reference.poll()
             progress.update(new["diary"], time.monotonic())
             sleep_briefly(deadline)
-        _check_succeeded(reference)
+        if reference.exit_code:
+            raise ConfigError(
+                f"the script failed without any kill, with exit code {reference.exit_code}; fix it first. Its last "
+                f"output:\n{reference.output_before_failure()}"
+            )
     steps = [line["step"] for line in reference.lines["diary"] if "step" in line]
     if not steps:
         raise ConfigError(
@@ -110,21 +113,11 @@ def run_drill(
             drilled, outcome.planned, setup.notice_seconds, deadline, report, steps=count, comparable=saved
         )
     report("both runs have ended; comparing their checkpoints")
-    if drilled.exit_code != 0:
-        outcome.wrong.append(
-            f"the run with kills ended with exit code {drilled.exit_code}: {drilled.output_tail(3)}"
-        )
+    if code := drilled.exit_code:
+        outcome.wrong.append(f"the run with kills ended with exit code {code}: {drilled.output_tail(3)}")
     outcome.files = compare(open_store(str(reference.store)), open_store(str(drilled.store)))
     _judge(outcome, executed, reference, drilled)
     return outcome
-
-
-def _check_succeeded(run: DrillRun) -> None:
-    if run.exit_code:
-        raise ConfigError(
-            f"the script failed without any kill, with exit code {run.exit_code}; fix it first. Its last output:\n"
-            f"{run.output_before_failure()}"
-        )
 
 
 def run_with_kills(
@@ -137,13 +130,8 @@ def run_with_kills(
     steps: int,
     comparable: Collection[int],
 ) -> list[ExecutedKill]:
-    """Follow a run to its end and kill it as planned. Return the kills that were carried out, in order.
-
-    No kill comes before the run has staged a checkpoint to resume from, nor, after a kill, before one of the steps
-    `comparable`, which the reference has saved.
-
-    Raises:
-        PeerLost: The drill took too long, or there was no process to kill.
+    """Follow a run to its end and kill it as planned. Return the kills that were carried out, in order. `comparable`:
+    as for `KillSequence`. Raises `PeerLost`: the drill took too long, or there was no process to kill.
     """
     sequence = KillSequence(kills, notice_seconds=notice_seconds, comparable=comparable)
     progress = RunProgress("the run with kills", report, time.monotonic(), steps=steps)
@@ -181,14 +169,10 @@ def _update_sequence(sequence: KillSequence, new: Mapping[str, list[dict[str, An
     for line in new["diary"]:
         if "step" in line:
             sequence.record_step(int(line["step"]), line["time"], line["attempt"])
-    for line in filter(_is_staged, new["events"]):
+    for line in filter(is_staged, new["events"]):
         sequence.record_staged(int(line["step"]))
     if any(map(_is_notice_answer, new["events"])):
         sequence.record_answer()
-
-
-def _is_staged(line: Mapping[str, Any]) -> bool:
-    return (line.get("event"), line.get("role")) == ("staged", "stager")
 
 
 def _describe_target(kill: Kill) -> str:
@@ -198,10 +182,8 @@ def _describe_target(kill: Kill) -> str:
 
 
 def _is_notice_answer(line: Mapping[str, Any]) -> bool:
-    if line.get("role") != "stager":
-        return False
     skipped = line.get("event") == "emergency" and line.get("choice") == "skip"
-    return skipped or line.get("event") in _NOTICE_ANSWERS
+    return line.get("role") == "stager" and (skipped or line.get("event") in _NOTICE_ANSWERS)
 
 
 def _judge(
@@ -222,11 +204,9 @@ def _judge(
         status=drilled.lines["status"],
         files=[one for one in outcome.files if one.step > first],
     )
-    why = (
-        "the run had already ended"
-        if any(map(_is_staged, drilled.lines["events"]))
-        else "no checkpoint was staged before the end of the run; give the script more steps"
-    )
+    why = "no checkpoint was staged before the end of the run; give the script more steps"
+    if any(map(is_staged, drilled.lines["events"])):
+        why = "the run had already ended"
     for kill in outcome.planned[len(executed) :]:
         outcome.wrong.append(f"kill {kill.number} ({kill.description}) never came: {why}")
     if not outcome.before:

@@ -45,13 +45,12 @@ class StartTracker:
         self, diary: Iterable[dict[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return the lines of status that follow from new lines of the diary and of the events."""
-        lines: list[dict[str, Any]] = []
         restored = {
             line["step"]: {"time": line["time"], "event": "restored", "step": line["step"]}
             for line in events
             if line.get("event") == "restore" and "step" in line
         }
-        lines += restored.values()
+        lines: list[dict[str, Any]] = list(restored.values())
         for line in diary:
             self.add_attempt(line)
             newest = self._pids[line["rank"]][-1]
@@ -91,12 +90,10 @@ class TorchrunRun(DrillRun):
         return self._start_tracker.derive_status(new["diary"], new["events"])
 
     def kill(self, kill: Kill) -> bool:
-        match kill.target:
-            case KillTarget.LAUNCHER | KillTarget.WRAPPER:
-                self._may_restart = True
-                return self._signal(self._launcher_pids(), signal.SIGKILL)
-            case _:
-                return super().kill(kill)
+        if kill.target not in {KillTarget.LAUNCHER, KillTarget.WRAPPER}:
+            return super().kill(kill)
+        self._may_restart = True
+        return self._signal(self._launcher_pids(), signal.SIGKILL)
 
     def _launcher_pids(self) -> list[int]:
         """Return torchrun, the parent of the ranks."""

@@ -124,7 +124,7 @@ def _state(status: RunStatus, facts: RunFacts | None) -> tuple[Colour, str]:
 
 
 def _tiles(status: RunStatus, facts: RunFacts | None) -> Iterator[Tile]:
-    good = _last_good(status)
+    good = _level("last good step", "verified" if "verified" in status.levels else "durable", status)
     yield from run_tiles(facts, good) if facts is not None and facts.attempts else [good]
     if losses := _losses(status, facts):
         step, loss = losses[-1]
@@ -139,10 +139,6 @@ def _tiles(status: RunStatus, facts: RunFacts | None) -> Iterator[Tile]:
 def _losses(status: RunStatus, facts: RunFacts | None) -> Sequence[tuple[int, float]]:
     """Return the losses of the logs, which have all; without logs the stager's newest ones."""
     return facts.losses if facts is not None and facts.losses else sorted(dict(status.losses).items())
-
-
-def _last_good(status: RunStatus) -> Tile:
-    return _level("last good step", "verified" if "verified" in status.levels else "durable", status)
 
 
 def _level(title: str, name: Colour, status: RunStatus) -> Tile:
@@ -169,9 +165,8 @@ def _attempts_until_now(facts: RunFacts, status: RunStatus) -> list[ReportedAtte
     """Return the attempts; one that runs or starts reaches to now."""
     shown = facts.attempts[-_ATTEMPTS_SHOWN:]
     if shown and not shown[-1].cause and (status.is_running or shown[-1].training_at_unix is None):
-        shown[-1] = dataclasses.replace(
-            shown[-1], last_seen_at_unix=max(status.now_unix, shown[-1].last_seen_at_unix)
-        )
+        now = max(status.now_unix, shown[-1].last_seen_at_unix)
+        shown[-1] = dataclasses.replace(shown[-1], last_seen_at_unix=now)
     return shown
 
 

@@ -85,11 +85,9 @@ class PageServer:
                 found = self._pages(name, parse_qs(query).get("run", [""])[0])
         except HoldfastError as error:
             return _text_response(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-        return (
-            _text_response(HTTPStatus.NOT_FOUND, "there is no such page")
-            if found is None
-            else (HTTPStatus.OK, found)
-        )
+        if found is None:
+            return _text_response(HTTPStatus.NOT_FOUND, "there is no such page")
+        return HTTPStatus.OK, found
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self

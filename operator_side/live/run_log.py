@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError
-from holdfast.telemetry.event_files import numbered_files
-from holdfast.telemetry.event_reading import read_logs
+from holdfast.telemetry.event_reading import logs_in, read_logs
 from operator_side.report.facts import RunFacts, gather_facts
 
 _PAUSE_FACTOR = 10  # a long run has a long log: spend a tenth of the time on reading it at most
-_NAMES = ("status.jsonl", "events.jsonl")
 
 
 class RunLog:
@@ -39,11 +37,8 @@ class RunLog:
         if began >= self._next_read_at and (stat := self._stat()) != self._read_stat:
             with contextlib.suppress(ConfigError):  # the log was rotated away at this moment
                 log = read_logs(path for path in self._paths if self._files(path))
-                self._facts = (
-                    gather_facts(self._run, log, dollars_per_hour=self._dollars_per_hour)
-                    if log.events
-                    else None
-                )
+                facts = gather_facts(self._run, log, dollars_per_hour=self._dollars_per_hour)
+                self._facts = facts if log.events else None
                 self._read_stat = stat
             self._next_read_at = self._clock() + _PAUSE_FACTOR * (self._clock() - began)
         return self._facts
@@ -59,6 +54,6 @@ class RunLog:
 
     @staticmethod
     def _files(path: Path) -> list[Path]:
-        if not path.is_dir():
-            return [path] if path.exists() else []
-        return [path / name for name in _NAMES if (path / name).exists() or numbered_files(path / name)]
+        if path.is_dir():
+            return logs_in(path)
+        return [path] if path.exists() else []

@@ -3,9 +3,6 @@
     page.html   the frame of a page, and its tiles, tables and charts as Jinja macros
     page.css    light, dark, phone, paper; each colour has one meaning
     page.js     draws each chart that the page describes; a live page fetches itself repeatedly
-    chart.py    the contents of a chart; words.py: times, shares, money
-    vendor/     Chart.js, unmodified
-         └──────► render_page.py: one file, under a policy that allows no other script, style or host
 
 Pure. Reasons in docs/design/015-tools-read-evidence.md.
 """

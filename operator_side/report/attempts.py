@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, as_int, as_number, as_text
 from holdfast.wire.step_proof import ResumeProof
-from operator_side.supervise.resumption import MARKS
+from operator_side.supervise.record import MARKS
 from operator_side.supervise.verdict import Cause
 
 _PHASES = tuple(f"{mark}_seconds" for mark in MARKS[1:])
@@ -23,37 +23,24 @@ _LEFT = "left"
 
 @dataclass(slots=True)
 class ReportedAttempt:
-    """One start of the job.
-
-    Attributes:
-        is_supervised: Whether a supervisor reports it; otherwise it is derived from events of stager and ranks.
-        began_at_unix: When it was launched; without a supervisor, when its stager was ready.
-        training_at_unix: Every rank's first step; without a supervisor the restore or first `save()`.
-        restored_step: The step that it resumed from; -1: the beginning; None: unknown.
-        lost_at_unix: The first sign of its bad end.
-        ended_at_unix: Time of the verdict.
-        last_seen_at_unix: The last sign of life.
-        proof: How its first step compares with the attempt before; None: never compared.
-        cause: The supervisor's word; `left`: the trainers left the stager; "" while it runs.
-        phases: Seconds from the launch to training, by a phase's end.
-    """
+    """One start of the job."""
 
     number: int
-    is_supervised: bool
-    began_at_unix: float
-    last_seen_at_unix: float
+    is_supervised: bool  # a supervisor reports it; otherwise it is derived from events of stager and ranks
+    began_at_unix: float  # when it was launched; without a supervisor, when its stager was ready
+    last_seen_at_unix: float  # the last sign of life
     ranks: int | None = None
     hosts: list[str] = field(default_factory=list)
-    training_at_unix: float | None = None
+    training_at_unix: float | None = None  # first step of all ranks; else restore or first `save()`
     restored_attempt: int | None = None
-    restored_step: int | None = None
-    proof: ResumeProof | None = None
-    lost_at_unix: float | None = None
-    ended_at_unix: float | None = None
+    restored_step: int | None = None  # that it resumed from; -1: the beginning; None: unknown
+    proof: ResumeProof | None = None  # its first step beside the attempt before; None: never compared
+    lost_at_unix: float | None = None  # the first sign of its bad end
+    ended_at_unix: float | None = None  # time of the verdict
     loss_reason: str = ""
-    cause: str = ""
+    cause: str = ""  # the supervisor's word; `left`: the trainers left the stager; "" while it runs
     message: str = ""
-    phases: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)  # seconds from launch to training, by phase
 
     @property
     def ended_well(self) -> bool:

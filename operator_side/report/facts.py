@@ -81,7 +81,6 @@ def gather_facts(
     rows, price = checkpoints.rows, dollars_per_hour
     interruptions = find_interruptions(attempts, rows, end_unix=until, dollars_per_hour=price)
     goodput = compute_goodput(attempts, interruptions, rows, end_unix=until, dollars_per_hour=price)
-    over = [event for event in log.events if event.event == "over" and event.role == "supervisor"]
     facts = RunFacts(
         run,
         log,
@@ -93,17 +92,16 @@ def gather_facts(
         begin,
         end,
         _losses(log.events, stored),
-        as_text(over[-1].fields.get("message")) if over and _is_last(over[-1], attempts) else "",
+        _final_message(log.events, attempts),
     )
-    facts.unknown = [
-        *notes,
-        *_unknown(facts, has_stored=bool(stored), has_price=dollars_per_hour is not None),
-    ]
+    facts.unknown = [*notes, *_unknown(facts, has_stored=bool(stored), has_price=price is not None)]
     return facts
 
 
-def _is_last(over: LoggedEvent, attempts: Sequence[ReportedAttempt]) -> bool:
-    return not attempts or over.time >= attempts[-1].began_at_unix
+def _final_message(events: Sequence[LoggedEvent], attempts: Sequence[ReportedAttempt]) -> str:
+    over = [event for event in events if event.event == "over" and event.role == "supervisor"]
+    is_last = bool(over) and (not attempts or over[-1].time >= attempts[-1].began_at_unix)
+    return as_text(over[-1].fields.get("message")) if is_last else ""
 
 
 def _bounds(
@@ -147,7 +145,7 @@ def _loss_in(fields: Any) -> float | None:
     """Return the loss in an event or in a checkpoint's record: its own, or one among the metrics of rank 0."""
     if not isinstance(fields, Mapping):
         return None
-    loss = as_number(fields.get("loss"), least=-_LOSS_MAX)
+    loss = _own_loss(fields)
     metrics = fields.get("metrics")
     if loss is None and isinstance(metrics, Mapping):
         named = sorted((len(name), name) for name in metrics if isinstance(name, str) and "loss" in name)

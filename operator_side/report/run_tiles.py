@@ -81,8 +81,5 @@ def _interruptions(facts: RunFacts) -> Tile:
 
 def _is_coming_back(facts: RunFacts) -> bool:
     """Whether the last attempt was launched after a loss, and neither trains yet nor has ended."""
-    return (
-        bool(facts.interruptions)
-        and not facts.attempts[-1].cause
-        and facts.attempts[-1].training_at_unix is None
-    )
+    last = facts.attempts[-1] if facts.interruptions else None
+    return last is not None and not last.cause and last.training_at_unix is None

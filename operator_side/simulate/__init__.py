@@ -1,11 +1,7 @@
 """`holdfast simulate`: what a training job would have done under a trace of preemptions, before money is spent.
 
-    trace file ─► traces ─► trace_windows (many offsets, padded) ──┐
-    profile    ─► profiles ─► strategy, for each of many intervals ─┴─► replay, timeline (pure, numpy) ─► study
-    study_plan: the checked options                  study_pictures: a study as SVG
-
 traces, trace_windows, profiles, strategy    the inputs
-replay, timeline                             the computation
+replay                                       the computation
 study, study_plan, study_pictures            the request, its results, and their pictures
 tuning, scale                                `holdfast tune`; ring and machine of a stager, from the checkpoint's size
 

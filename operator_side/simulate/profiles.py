@@ -1,11 +1,7 @@
 """Measured costs of each way to checkpoint, from a JSON file or from the figures of this tree's benchmarks.
 
 The figures are data. The code only knows how each way works: how many checkpoints it has in flight, whether a node
-keeps staged checkpoints, whether it acts on a notice.
-
-    {"source": "…", "iteration_seconds": 0.2, "restart_seconds": 17, "strategies": {"holdfast": {
-        "stall_seconds": 0.014, "staged_seconds": 0.65, "durable_seconds": 1.1, "restore_seconds": 1.3,
-        "restore_staged_seconds": 1.3, "in_flight_max": 1, "stager": true, "notice": true}}}
+keeps staged checkpoints, whether it acts on a notice. docs/simulate.md shows such a file.
 """
 
 from __future__ import annotations

@@ -119,14 +119,9 @@ class StudyPlan:
         return None if hours is None else max(1, round(hours * HOUR_US))
 
     def _job(self, nodes: int, target: int | None = None) -> TrainingJob:
-        profile = self.profile
-        return TrainingJob(
-            nodes,
-            self.nodes_min,
-            microseconds(profile.iteration_seconds),
-            microseconds(profile.restart_seconds),
-            target,
-        )
+        iteration_us = microseconds(self.profile.iteration_seconds)
+        restart_us = microseconds(self.profile.restart_seconds)
+        return TrainingJob(nodes, self.nodes_min, iteration_us, restart_us, target)
 
     def _advice(self, trace: Trace, job: TrainingJob) -> list[tuple[str, Advice | ConfigError]]:
         found: list[tuple[str, Advice | ConfigError]] = []
@@ -138,8 +133,7 @@ class StudyPlan:
             hazard = Hazard(trace.losses_per_hour, price)
             try:
                 advice = advise(strategy.cost(job.iteration_us), hazard, overhead_max=self.overhead_max)
+                found.append((name, advice))
             except ConfigError as error:  # other strategies may still keep it
                 found.append((name, error))
-            else:
-                found.append((name, advice))
         return found

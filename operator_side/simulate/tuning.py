@@ -144,25 +144,21 @@ def tune(request: TuningRequest) -> TuningResult:
 
 def _choose_strategy(request: TuningRequest) -> tuple[str, MeasuredCosts, str]:
     """Choose the strategy with the best number of checkpoints in flight."""
-    found = {
-        name: measured
-        for name, measured in request.profile.strategies.items()
-        if name.startswith(request.strategy)
-    }
-    if not found:
-        names = ", ".join(request.profile.strategies)
-        raise ConfigError(
-            f"--strategy {request.strategy}: expected the beginning of a name in the profile: {names}"
-        )
     by_places: dict[int, tuple[str, MeasuredCosts]] = {}
-    for name, measured in found.items():
-        if measured.in_flight_max in by_places:
-            other = by_places[measured.in_flight_max][0]
+    for name, measured in request.profile.strategies.items():
+        if not name.startswith(request.strategy):
+            continue
+        other, _ = by_places.setdefault(measured.in_flight_max, (name, measured))
+        if other != name:
             raise ConfigError(
                 f"strategies {other} and {name}: both were measured with in_flight_max {measured.in_flight_max}; name "
                 "one of them with --strategy"
             )
-        by_places[measured.in_flight_max] = name, measured
+    if not by_places:
+        names = ", ".join(request.profile.strategies)
+        raise ConfigError(
+            f"--strategy {request.strategy}: expected the beginning of a name in the profile: {names}"
+        )
     durable = {places: max(measured.durable_seconds, 1e-6) for places, (_, measured) in by_places.items()}
     places = best_in_flight(durable, places_max=IN_FLIGHT_MAX - 1)
     times = ", ".join(f"{seconds:g} s with {count}" for count, seconds in sorted(durable.items()))
@@ -198,10 +194,9 @@ def _replay_note(request: TuningRequest, name: str, measured: MeasuredCosts, eve
         overhead_max=request.overhead_max,
     )
     row = plan.replay(request.trace).rows[0]
-    share = row.share
     return (
-        f"Replayed over {_OFFSETS} windows of that trace: {share.median:.1%} of the ideal's iterations "
-        f"({share.least:.1%} to {share.greatest:.1%}), {row.redone.median:.0f} done again for each interruption."
+        f"Replayed over {_OFFSETS} windows of that trace: {row.share.median:.1%} of the ideal's iterations ("
+        f"{row.share.least:.1%} to {row.share.greatest:.1%}), {row.redone.median:.0f} done again for each interruption."
     )
 
 
@@ -236,10 +231,8 @@ def _ring_settings(
         in_rate = min(in_rate, machine.rate)
     memory = request.stager_memory_bytes or (machine.memory_bytes if machine is not None else None)
     if memory is None:
-        return [], [
-            *notes,
-            "ring_bytes is not set: give the memory of the stager's machine with --stager-memory.",
-        ]
+        notes.append("ring_bytes is not set: give the memory of the stager's machine with --stager-memory.")
+        return [], notes
     shape = replace(shape, chunk_bytes=chunk_bytes_for(image, memory))
     ring = best_ring(shape, in_rate=in_rate, out_rate=out_rate, memory_bytes=memory)
     return [
@@ -279,10 +272,9 @@ def _ring_why(ring: RingSize, image: int, memory: int) -> str:
 
 
 def _chunk_why(shape: Shape) -> str:
-    chunks = -(-shape.image_bytes // shape.chunk_bytes)
     return (
-        f"A checkpoint of {shape.image_bytes / 1e9:.4g} GB is {chunks:,} chunks. Where it is not set, a run whose "
-        f"newest checkpoint has {LARGE_IMAGE_BYTES // 10**9} GB or more starts with 64MiB, all others with 16MiB."
+        f"A checkpoint of {shape.image_bytes / 1e9:.4g} GB is {shape.chunks:,} chunks. Where it is not set, a run "
+        f"whose newest checkpoint has {LARGE_IMAGE_BYTES // 10**9} GB or more starts with 64MiB, all others with 16MiB."
     )
 
 

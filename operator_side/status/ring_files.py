@@ -25,9 +25,9 @@ from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.layout import Layout
 from holdfast.ring.checkpoint_record import checkpoint_ids, read_checkpoint
-from holdfast.ring.directory import check_private_directory, open_private_file
+from holdfast.ring.directory import check_private_directory, private_file
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Journal, SlotState
-from holdfast.ring.side_files import SourceFiles, read_side_file, read_writers
+from holdfast.ring.side_files import read_side_file, read_writers
 
 _PART = re.compile(rb'[0-9a-f]{8} \{"part":(\d{1,19}),')
 _PART_BYTES = re.compile(rb'"part_bytes":(\d{1,19})[,}]')
@@ -67,34 +67,27 @@ class RingFiles:
         self._image_bytes: dict[str, int] = {}
 
     def snapshot(self) -> RingSnapshot | None:
-        """Return the state of the ring now; None if there is no ring.
-
-        Raises:
-            ConfigError: The directory belongs to others, or others may write to it.
-            ProtocolError: The journal is damaged, or of another version.
+        """Return the state of the ring now; None if there is no ring. Raises `ConfigError`: the directory belongs to
+        others, or others may write to it; `ProtocolError`: the journal is damaged, or of another version.
         """
         try:
             check_private_directory(self._directory)
-            fd = open_private_file(self._directory / "journal", os.O_RDONLY)
+            with private_file(self._directory / "journal", os.O_RDONLY) as fd:
+                nbytes = os.fstat(fd).st_size
+                if nbytes == 0:
+                    return None  # its owner is just creating it
+                memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             return None
-        try:
-            nbytes = os.fstat(fd).st_size
-            if nbytes == 0:
-                return None  # its owner is just creating it
-            memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ)
-        finally:
-            os.close(fd)
         with memory:
-            journal = Journal(memory, str(self._directory / "journal"), SourceFiles(self._directory))
+            journal = Journal(memory, self._directory)
             counts, full = _count(journal, memory)
         troubles: list[str] = []
         found: list[RingCheckpoint] = []
         for attempt, step in checkpoint_ids(self._directory):
+            of_step = full.get((attempt, step), {})
             try:
-                one = self._checkpoint(
-                    attempt, step, journal.header.chunk_bytes, full.get((attempt, step), {})
-                )
+                one = self._checkpoint(attempt, step, journal.header.chunk_bytes, of_step)
             except HoldfastError as error:
                 troubles.append(str(error))
             else:

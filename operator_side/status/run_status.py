@@ -81,16 +81,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """All facts about a run. Lists have the newest last, but `ranks` has the worst first.
-
-    Attributes:
-        waits_at: HOST:PORT of a standing stager without a job; otherwise "".
-        failures: How often the run is interrupted, by `every="auto"` or else by the flusher's count; "": unknown.
-        losses: Training steps and their losses, as the stager heard them.
-        shares: For the newest of `flights`, if several stagers write one file.
-        resume: How the first step after the last resume compares with the same step before: `verified resume`,
-            `differs` or `not proven`; "" if the run never resumed. `resume_text`: the same as a sentence.
-    """
+    """All facts about a run. Lists have the newest last, but `ranks` has the worst first."""
 
     run: str
     now_unix: float
@@ -99,23 +90,25 @@ class RunStatus:
     flusher: Peer
     stager: Peer
     transport: Transport | None
-    waits_at: str
-    resume: str
-    resume_text: str
+    waits_at: str  # HOST:PORT of a standing stager without a job; otherwise ""
+    resume: str  # how the first step after the last resume compares with the same step before; "": no resume
+    resume_text: str  # the same as a sentence
     ranks: tuple[RankStatus, ...]
     ranks_total: int
     levels: Mapping[str, Level]
-    losses: tuple[tuple[int, float], ...]
+    losses: tuple[tuple[int, float], ...]  # training steps and their losses, as the stager heard them
     loss_trainers: Loss
     loss_node: Loss
     ring: RingSnapshot | None
     flights: tuple[RingCheckpoint, ...]
-    shares: tuple[ShareProgress, ...]
+    shares: tuple[ShareProgress, ...]  # for the newest of `flights`, if several stagers write one file
     pgt1: Timings
     pgt2: Timings
     stall: Timings
     interval: Interval | None
-    failures: str
+    failures: (
+        str  # how often the run is interrupted, by `every="auto"` or else by the flusher's count; "": unknown
+    )
     checkpoints: tuple[CheckpointStatus, ...]
     not_taken: Mapping[str, int]
     declined: tuple[StatusLine, ...]
@@ -365,11 +358,11 @@ def _ranks(
     flusher: StatusDocument | None, stager: StatusDocument | None, ring: RingSnapshot | None
 ) -> tuple[tuple[RankStatus, ...], int]:
     """Return the stager's ranks, with the stall of each one's newest checkpoint, and their number."""
+    if stager is None:
+        return (), 0
     stalls = {rank.rank: rank.stall_seconds for rank in (flusher.ranks if flusher else ())}
     for checkpoint in ring.checkpoints if ring else ():  # newest last
         stalls.update(StepRecord.from_json(checkpoint.record).stall_seconds)
-    if stager is None:
-        return (), 0
     with_stalls = tuple(
         rank.model_copy(update={"stall_seconds": stalls.get(rank.rank, rank.stall_seconds)})
         for rank in stager.ranks

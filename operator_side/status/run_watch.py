@@ -75,11 +75,8 @@ class RunWatch:
         self._has_polled = self._has_writer = False
 
     def poll(self) -> RunStatus:
-        """Return the status of the run now.
-
-        Raises:
-            StoreMissing: There is no ring, no process answers, and the store is empty.
-            StoreError: There is nothing on this machine, and the store does not answer.
+        """Return the status of the run now. Raises `StoreMissing`: there is no ring, no process answers, and the store
+        is empty; `StoreError`: there is nothing on this machine, and the store does not answer.
         """
         notes: list[str] = []
         flusher, flusher_document = self._ask("flusher", notes)
@@ -94,11 +91,8 @@ class RunWatch:
             nothing_here = ring is None and stager.state == "gone"
             self._poll_store(may_fail=nothing_here and not self._has_polled)
             notes += self._store_notes
-            if (
-                stager.state == "gone"
-                and ring is not None
-                and any(one.state == "staged" for one in ring.checkpoints)
-            ):
+            is_staged = ring is not None and any(one.state == "staged" for one in ring.checkpoints)
+            if stager.state == "gone" and ring is not None and is_staged:
                 command = self._flusher_command(share_of(self.directory), ring)
                 notes.append(f"the next job publishes the staged checkpoints in the ring; or run {command}")
         self._has_polled = True

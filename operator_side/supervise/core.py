@@ -10,8 +10,7 @@
     PAUSING      no pause after an attempt that made progress; otherwise a random time, which doubles with each restart
                  in a row without a newer step (limits.py)
 
-The next attempt does not wait until the staged steps of the last one are durable: it restores them from the ring, which
-the supervisor keeps.
+The next attempt does not wait until the staged steps of the last one are durable: it restores them from the ring.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from holdfast.image.shares import WHOLE
 from holdfast.wire.step_proof import ProofVerdict
 from operator_side.supervise.hosts import Host, place_ranks
 from operator_side.supervise.limits import Limits, RestartPolicy
-from operator_side.supervise.record import AttemptRecord
-from operator_side.supervise.resumption import Resumption
+from operator_side.supervise.record import AttemptRecord, Resumption
 from operator_side.supervise.supervisor_messages import (
     Action,
     AllJoined,
@@ -55,6 +53,8 @@ from operator_side.supervise.supervisor_messages import (
 )
 from operator_side.supervise.suspicion import SetAside, Suspicion
 from operator_side.supervise.verdict import INTERRUPTED, MEMORY_KILL, Cause, Death, Verdict, judge
+
+_NEW_RUN = "no checkpoint to restore, a new run begins"
 
 
 class SupervisorPhase(StrEnum):
@@ -139,11 +139,7 @@ class Core:
                 if step >= 0 and of_attempt > 0:
                     attempt.restored_from, attempt.fallback = CheckpointId(of_attempt, step), fallback
                     fields["of_attempt"] = of_attempt
-                how = (
-                    f"every rank has restored step {step}"
-                    if step >= 0
-                    else "no checkpoint to restore, a new run begins"
-                )
+                how = f"every rank has restored step {step}" if step >= 0 else _NEW_RUN
                 return self._record_mark("restored", how, fields, now)
             case RankStepped(rank, step) if attempt.record_rank(attempt.stepped, rank):
                 return self._handle_training(attempt, step, now)
@@ -163,10 +159,9 @@ class Core:
 
     def _handle_death(self, attempt: AttemptRecord, event: ProcessExited, now: float) -> list[Action]:
         by_supervisor = self.phase is SupervisorPhase.ENDING
-        death = Death(
-            event.rank, event.status, event.exception, by_supervisor, out_of_memory=event.out_of_memory
+        attempt.deaths.append(
+            Death(event.rank, event.status, event.exception, by_supervisor, out_of_memory=event.out_of_memory)
         )
-        attempt.deaths.append(death)
         has_lost_stagers = event.rank >= attempt.ranks and attempt.stagers_ended()
         if attempt.first_death_at is not None or not (event.status or has_lost_stagers):
             return []
@@ -217,9 +212,8 @@ class Core:
                 self._has_logged_waiting = False
                 return [PollFleet()]
             case SupervisorPhase.FINDING:
-                limits = self._limits
-                when = f"within {limits.hosts_seconds_max:g} s"
-                message = f"no hosts for {limits.ranks_min} ranks were found {when}"
+                needed, waited = self._limits.ranks_min, self._limits.hosts_seconds_max
+                message = f"no hosts for {needed} ranks were found within {waited:g} s"
                 return self._finish(Verdict(Cause.LOST, message, "no hosts", exit_code=9))
         return []
 
@@ -286,28 +280,19 @@ class Core:
                 return []  # the fleet watch keeps looking, and keeps requesting hosts
             self._has_logged_waiting = True
             message = f"there are hosts for {ranks} ranks, and at least {limits.ranks_min} are needed; waiting for more"
-            return [
-                Note("waiting", message, {"ranks": ranks}, is_warning=True),
-                PollFleet(limits.ranks - ranks),
-            ]
+            note = Note("waiting", message, {"ranks": ranks}, is_warning=True)
+            return [note, PollFleet(limits.ranks - ranks)]
         self._attempt = AttemptRecord(self._next_attempt, ranks, placed, now, limits.stagers)
         self._resumption.record_mark("launched", now)
         self._next_attempt += 1
         self.phase = SupervisorPhase.RUNNING
+        number = self._attempt.number
         names = None if placed is None else [f"{host.name}:{host.slots}" for host in placed]
-        fields = {
-            "attempt": self._attempt.number,
-            "ranks": ranks,
-            "hosts": names,
-            "newest_step": self.newest_step,
-        }
+        fields = {"attempt": number, "ranks": ranks, "hosts": names, "newest_step": self.newest_step}
         where = "on this machine" if names is None else "on " + ", ".join(names)
         newest = f"newest step {self.newest_step}" if self.newest_step >= 0 else "no checkpoint yet"
-        message = f"attempt {self._attempt.number}: starting {ranks} ranks {where}, {newest}"
-        return [
-            Note("launched", message, fields),
-            Launch(self._attempt.number, ranks, placed, self._suspicion.set_aside),
-        ]
+        note = Note("launched", f"attempt {number}: starting {ranks} ranks {where}, {newest}", fields)
+        return [note, Launch(number, ranks, placed, self._suspicion.set_aside)]
 
     # -- the end of an attempt -------------------------------------------------------------------------------------
 

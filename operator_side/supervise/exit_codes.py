@@ -52,7 +52,7 @@ class ExitDecision(NamedTuple):
     """How the command ended, and the wrapper's exit code."""
 
     code: int
-    message: str
+    message: str = ""
 
 
 @dataclass(slots=True)
@@ -114,10 +114,8 @@ def decide_exit_code(outcome: CommandOutcome, *, restarts_max: int) -> ExitDecis
         return ExitDecision(verdict.exit_code, f"{why}: {verdict.message}")
     # 75 needs a preemption, which others report, or another wrapper's 75, or a job that has joined: a job that never
     # joins must not be restarted forever.
-    is_transient = verdict.cause is Cause.PREEMPTED or any(
-        death.status == RETRY_EXIT_CODE for death in deaths
-    )
-    if is_transient or job.joined:
+    has_retry = any(death.status == RETRY_EXIT_CODE for death in deaths)
+    if verdict.cause is Cause.PREEMPTED or has_retry or job.joined:
         return ExitDecision(RETRY_EXIT_CODE, verdict.message)
     return ExitDecision(verdict.exit_code, f"{verdict.message}, before it had joined the job")
 
@@ -148,12 +146,10 @@ def _deaths(outcome: CommandOutcome, job: _Job) -> tuple[Death, ...]:
     if status > _SHELL_SIGNALED:
         # Shells, srun and mpirun exit with 128 + N when signal N has killed their process.
         status = _SHELL_SIGNALED - status
-    ended = [one for one in job.ranks.values() if one.exception]
+    ended = [_Failure(one.rank, max(status, 1), one.pid) for one in job.ranks.values() if one.exception]
     if not ended:
-        return (
-            _death(_Failure(min(one.rank for one in job.ranks.values()), status, outcome.pid), job, outcome),
-        )
-    return tuple(_death(_Failure(one.rank, max(status, 1), one.pid), job, outcome) for one in ended)
+        ended = [_Failure(min(one.rank for one in job.ranks.values()), status, outcome.pid)]
+    return tuple(_death(one, job, outcome) for one in ended)
 
 
 class _Failure(NamedTuple):
@@ -183,9 +179,8 @@ def _death(failure: _Failure, job: _Job, outcome: CommandOutcome) -> Death:
     else:
         lost_peer = is_lost_peer(exception.rpartition(".")[2], text)
     lost_peer |= failure.status == RETRY_EXIT_CODE
-    return Death(
-        failure.rank, failure.status, exception, failure.ended_by_torchrun, lost_peer, outcome.out_of_memory
-    )
+    by_other, is_oom = failure.ended_by_torchrun, outcome.out_of_memory
+    return Death(failure.rank, failure.status, exception, by_other, lost_peer, is_oom)
 
 
 def _job(reports: Sequence[dict[str, Any]]) -> _Job:

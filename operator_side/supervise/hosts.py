@@ -8,7 +8,7 @@ host, as mpirun would.
 
 from __future__ import annotations
 
-import ipaddress
+import itertools
 import os
 import re
 import shutil
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import ConfigError
+from holdfast.net.address import Address
 
 # Command that starts a command on a host; a replacement takes the same arguments: `AGENT HOST COMMAND`.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
@@ -92,12 +93,12 @@ class HostFile(Fleet):
     def list_hosts(self) -> tuple[Host, ...]:
         hosts = self.read()
         with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="probe") as probes:
-            reachable = list(
-                probes.map(lambda host: is_local_host(host.name) or self._is_reachable(host.name), hosts)
-            )
-        return tuple(host for host, is_reachable in zip(hosts, reachable, strict=True) if is_reachable)
+            reachable = probes.map(self._is_reachable, (host.name for host in hosts))
+        return tuple(itertools.compress(hosts, reachable))
 
     def _is_reachable(self, host: str) -> bool:
+        if is_local_host(host):
+            return True
         try:
             done = subprocess.run(
                 [*self._agent, host, "true"],
@@ -169,12 +170,7 @@ def _scontrol(arguments: Sequence[str]) -> str:
 
 
 def _states(text: str) -> dict[str, str]:
-    found = {}
-    for line in text.splitlines():
-        name, state = re.search(r"NodeName=(\S+)", line), re.search(r"State=(\S+)", line)
-        if name and state:
-            found[name[1]] = state[1]
-    return found
+    return dict(re.findall(r"NodeName=(\S+).*?State=(\S+)", text))
 
 
 def _tasks(text: str) -> list[int]:
@@ -190,12 +186,8 @@ def _tasks(text: str) -> list[int]:
 
 def is_local_host(name: str) -> bool:
     """Whether `name` is this machine, without a DNS look-up."""
-    if name in {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0]}:
-        return True
-    try:
-        return ipaddress.ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    own = socket.gethostname()
+    return name in {own, own.partition(".")[0]} or Address(name.strip("[]"), 0).is_loopback
 
 
 def place_ranks(hosts: Sequence[Host], wanted: int) -> tuple[Host, ...]:

@@ -7,6 +7,7 @@ mpirun --output tag ─► [1,3]<stderr>: text ─► attempt-002/rank-3.log    
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import deque
@@ -56,22 +57,17 @@ def parse_report(text: str) -> messages.Report | None:
         if kind == "began":
             return messages.ProcessStarted(rank, str(fields["host"])[:255])
         if kind == "ended" and type(fields["status"]) is int:
-            return messages.ProcessExited(
-                rank, fields["status"], out_of_memory=fields.get("out_of_memory") is True
-            )
+            is_oom = fields.get("out_of_memory") is True
+            return messages.ProcessExited(rank, fields["status"], out_of_memory=is_oom)
         if kind == "stepped" and type(fields["step"]) is int:
             return messages.RankStepped(rank, fields["step"])
         if kind == "proof" and type(fields["step"]) is int:
             return messages.ResumeCompared(rank, fields["step"], ResumeProof.from_json(fields))
         if kind == "restored" and type(fields["step"]) is int:
-            attempt, fallback = fields.get("attempt", 0), fields.get("before")
+            attempt, before = fields.get("attempt", 0), fields.get("before")
             if type(attempt) is int:
-                return messages.RankRestored(
-                    rank,
-                    fields["step"],
-                    attempt,
-                    None if fallback is None else CheckpointId.from_label(fallback),
-                )
+                fallback = None if before is None else CheckpointId.from_label(before)
+                return messages.RankRestored(rank, fields["step"], attempt, fallback)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return None
@@ -120,7 +116,10 @@ class Output:
             if report is None:
                 self._write_line(line)
             elif report.rank == line.rank:  # a process may only report on itself
-                found.append(self._with_exception(report))
+                if isinstance(report, messages.ProcessExited) and report.status > 0:
+                    tail = list(self._tails.get(report.rank, ()))
+                    report = report._replace(exception=find_exception(tail))
+                found.append(report)
         return found
 
     def path(self, rank: int | None) -> Path:
@@ -128,9 +127,8 @@ class Output:
             return self.directory / "mpirun.log"
         if rank < self._ranks:
             return self.directory / f"rank-{rank}.log"
-        return self.directory / (
-            "stager.log" if self._stagers == 1 else f"stager-{rank - self._ranks + 1}.log"
-        )
+        number = "" if self._stagers == 1 else f"-{rank - self._ranks + 1}"
+        return self.directory / f"stager{number}.log"
 
     def tail(self, rank: int | None) -> list[str]:
         return list(self._tails.get(rank, ()))[-_SHOWN_LINES:]
@@ -139,11 +137,6 @@ class Output:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-    def _with_exception(self, report: messages.Report) -> messages.Report:
-        if isinstance(report, messages.ProcessExited) and report.status > 0:
-            return report._replace(exception=find_exception(list(self._tails.get(report.rank, ()))))
-        return report
 
     def _write_line(self, line: OutputLine) -> None:
         if line.rank is not None and line.rank >= self._ranks + self._stagers:
@@ -159,22 +152,16 @@ class Output:
         self._relay(line.stream, line.text)
 
 
-def _parse_share(text: object) -> ShareNumber | None:
-    """Parse the share of one of several stagers; None if unreadable."""
-    try:
-        return WHOLE if text is None else ShareNumber.from_text(str(text))
-    except ValueError:
-        return None
-
-
 def parse_event(line: dict[str, Any]) -> messages.LogEvent | None:
     """Translate one line of an event log into an event for the core; None if the core needs none."""
     step, role = line.get("step"), line.get("role")
     if type(step) is int:
         match line.get("event"), role:
             case "staged", "stager":
-                share = _parse_share(line.get("share"))
-                return None if share is None else messages.StepStaged(step, share)
+                share = line.get("share")  # of one of several stagers
+                with contextlib.suppress(ValueError):
+                    number = WHOLE if share is None else ShareNumber.from_text(str(share))
+                    return messages.StepStaged(step, number)
             case "durable" | "recovered", "flusher":
                 attempt = line.get("attempt")
                 return messages.StepDurable(step, attempt if type(attempt) is int else 0)

@@ -43,9 +43,9 @@ class RestartPolicy:
         if progressed:
             self.restarts = self._same_ends = 0
         self.restarts += 1
-        self._same_ends = (
-            self._same_ends + 1 if verdict.signature == self._signature and self._same_ends else 1
-        )
+        if verdict.signature != self._signature:
+            self._same_ends = 0
+        self._same_ends += 1
         self._signature = verdict.signature
         why = self._reason_to_stop(verdict, progressed, may_set_aside)
         return replace(verdict, message=f"{why}: {verdict.message}") if why else None
@@ -53,18 +53,13 @@ class RestartPolicy:
     def _reason_to_stop(self, verdict: Verdict, progressed: bool, may_set_aside: bool) -> str:
         if verdict.cause is Cause.CRASHED and verdict.is_permanent and not progressed:
             return "a setting or the state is wrong, and a restart cannot help"
-        if (
-            verdict.cause is Cause.CRASHED
-            and self._same_ends >= self._limits.crashes_max
-            and not may_set_aside
-        ):
-            times = f"{self._same_ends} times in a row"
-            return f"the same crash {times} without a newer checkpoint: a bug, not a preemption"
-        if verdict.cause is Cause.UNLAUNCHED and self._same_ends > self._limits.crashes_max:
-            return f"no process began {self._same_ends} times in a row: mpirun's output above names the option or host"
-        return (
-            "" if self.restarts <= self._limits.restarts_max else describe_no_progress(verdict, self.restarts)
-        )
+        ends, crashes_max = self._same_ends, self._limits.crashes_max
+        if verdict.cause is Cause.CRASHED and ends >= crashes_max and not may_set_aside:
+            return f"the same crash {ends} times in a row without a newer checkpoint: a bug, not a preemption"
+        if verdict.cause is Cause.UNLAUNCHED and ends > crashes_max:
+            return f"no process began {ends} times in a row: mpirun's output above names the option or host"
+        has_tries = self.restarts <= self._limits.restarts_max
+        return "" if has_tries else describe_no_progress(verdict, self.restarts)
 
 
 def describe_no_progress(verdict: Verdict, attempts: int) -> str:

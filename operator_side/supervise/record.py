@@ -1,10 +1,11 @@
-"""Facts about the running attempt: which processes began, ended or are silent, and which hosts are gone.
+"""Facts about the running attempt, and the time that it takes from a loss until training continues.
 
 A host counts as gone when two looks in a row missed it: a single failed ssh ends no attempt.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from holdfast.image.checkpoint_id import CheckpointId
@@ -13,10 +14,12 @@ from operator_side.supervise.hosts import Host
 from operator_side.supervise.limits import Limits
 from operator_side.supervise.verdict import Death, Evidence, process_name
 
+MARKS = ("lost", "ended", "launched", "joined", "restored", "training")
+
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """Facts about the running attempt."""
+    """Which processes of the running attempt began, ended or are silent, and which hosts are gone."""
 
     number: int
     ranks: int  # number of trainers; the first stager has this number as its rank
@@ -101,11 +104,7 @@ class AttemptRecord:
         """Whether mpirun, asked to end, is only waiting for hosts that do not answer."""
         # Stagers end last, and run on this machine. After them mpirun forwards nothing more from the surviving hosts.
         ended = {death.rank for death in self.deaths}
-        lost = {
-            rank
-            for rank, host in self.rank_hosts.items()
-            if rank in self.silent_since or host in self.lost_hosts
-        }
+        lost = {r for r, host in self.rank_hosts.items() if r in self.silent_since or host in self.lost_hosts}
         return self.stagers_ended() and not lost <= ended
 
     def reason_to_end(self, limits: Limits, now: float) -> str:
@@ -142,3 +141,40 @@ class AttemptRecord:
             stopping,
             stagers=self.stagers,
         )
+
+
+class Resumption:
+    """The marks since the last loss, or since the start of the run. The caller passes the time.
+
+    lost ─► ended ─► launched ─► joined ─► restored ─► training
+     │        │         │           │         │           └ every rank has done its first step
+     │        │         │           │         └ every rank has restored its state
+     │        │         │           └ all ranks and the stager have joined
+     │        │         └ the supervisor has found hosts and started mpirun
+     │        └ mpirun and all its processes here have ended, and the verdict is known
+     └ the first sign: a process has ended, a rank is silent for too long, a host is gone
+    """
+
+    def __init__(self) -> None:
+        self._at: dict[str, float] = {}
+
+    def record_loss(self, now: float) -> None:
+        """Record the first sign of a loss. A further loss before training continues belongs to the same resumption."""
+        self._at = {"lost": self._at.get("lost", now)}
+
+    def record_mark(self, mark: str, now: float) -> None:
+        """Record a mark. A second attempt after the same loss reaches it again and clears later marks."""
+        before = MARKS[: MARKS.index(mark)]
+        self._at = {**{name: at for name, at in self._at.items() if name in before}, mark: now}
+
+    def record_training(self, now: float) -> dict[str, float]:
+        """Record that training continues. Return the seconds between marks, named by the later mark, and their sum."""
+        self.record_mark("training", now)
+        reached = [mark for mark in MARKS if mark in self._at]
+        phases = {
+            f"{after}_seconds": round(self._at[after] - self._at[before], 3)
+            for before, after in itertools.pairwise(reached)
+        }
+        phases["seconds"] = round(now - self._at[reached[0]], 3)
+        self._at = {}
+        return phases

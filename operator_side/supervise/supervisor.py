@@ -20,7 +20,7 @@ from typing import Any
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import ENDING_SIGNALS
-from holdfast.ring.set_aside import record_set_aside
+from holdfast.ring.ring_keeper import record_set_aside
 from holdfast.telemetry.event_follower import Follower
 from holdfast.telemetry.events import EventLog
 from operator_side.supervise import supervisor_messages as messages
@@ -206,10 +206,10 @@ class Supervisor:
         for flusher in flushers:  # release all of them first: they wait for each other
             flusher.release()
         deadline = time.monotonic() + _DRAIN_SECONDS_MAX
-        for flusher, ring in zip(flushers, self._rings, strict=True):
-            if not self._wait_for_flusher(flusher, ring, deadline):
-                return
-        for flusher, ring in zip(flushers, self._rings, strict=True):
+        of_rings = list(zip(flushers, self._rings, strict=True))
+        if not all(self._wait_for_flusher(flusher, ring, deadline) for flusher, ring in of_rings):
+            return
+        for flusher, ring in of_rings:
             if flusher.has_leftover_ring:
                 message = (
                     f"not every staged checkpoint is in the store; the ring is kept in {ring}: start the run again, "

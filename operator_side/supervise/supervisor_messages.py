@@ -60,9 +60,8 @@ class ProcessExited(NamedTuple):
     out_of_memory: bool = False  # see `Death`
 
 
-Report = (
-    ProcessStarted | ProcessExited | RankRestored | RankStepped | ResumeCompared
-)  # from a process, about itself
+# From a process, about itself.
+Report = ProcessStarted | ProcessExited | RankRestored | RankStepped | ResumeCompared
 
 
 class MpirunExited(NamedTuple):

@@ -23,11 +23,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdfast.errors import PeerLost
 from holdfast.process import ENDING_SIGNALS, wait_readable
 from holdfast.telemetry.event_follower import Follower
+from operator_side.supervise.exit_codes import ExitDecision
 from operator_side.supervise.job_output import parse_event
 from operator_side.supervise.kept_stager import KeptStager
 from operator_side.supervise.supervisor_messages import StepDurable, StepStaged
@@ -42,13 +43,6 @@ _DRAIN_SECONDS_MAX = 600.0
 _SLACK_SECONDS = 15.0  # torchrun kills its ranks at the end of their grace period, and then ends itself
 
 
-class TorchrunOutcome(NamedTuple):
-    """How the job ended. `message`: why, as far as this process knows; empty if `holdfast rank` has said it."""
-
-    exit_code: int
-    message: str = ""
-
-
 def torchrun_arguments(command: Sequence[str]) -> list[str]:
     """Arguments that make torchrun run a script, a module after `-m`, or a program."""
     starts_python = command[0] == "-m" or command[0].endswith(".py")
@@ -60,16 +54,9 @@ def torchrun_line(
 ) -> list[str]:
     """Command line of a single-machine torchrun, with each rank tied to it from the rank's start."""
     python = [sys.executable, "-u"] if torchrun_arguments(command)[0] != "--no-python" else []
-    line = [
-        sys.executable,
-        "-P",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-    ]
-    line += ["--max-restarts", str(restarts_max), "--shutdown-timeout", str(math.ceil(grace_seconds))]
+    line = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+    line += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts_max)]
+    line += ["--shutdown-timeout", str(math.ceil(grace_seconds))]
     return [*line, "--no-python", *tied_to_any_parent([*python, *command])]
 
 
@@ -113,11 +100,13 @@ class TorchrunJob:
         self._signals: list[int] = []
         self._stop_signal = 0  # the first signal that asked the job to end; 0: none
         self._kill_at = math.inf
-        self._given_up: TorchrunOutcome | None = None
+        self._given_up: ExitDecision | None = None
         self._torchrun: subprocess.Popen[bytes] | None = None
 
-    def run(self) -> TorchrunOutcome:
-        """Run the job until none of its processes is left and everything staged is durable."""
+    def run(self) -> ExitDecision:
+        """Run the job until none of its processes is left and everything staged is durable. The message is empty if
+        `holdfast rank` has said why it ended.
+        """
         before = {
             number: signal.signal(number, self._on_signal) for number in (*ENDING_SIGNALS, signal.SIGUSR1)
         }
@@ -134,21 +123,20 @@ class TorchrunJob:
                 signal.signal(number, handler)
         return end
 
-    def _start(self) -> TorchrunOutcome | None:
+    def _start(self) -> ExitDecision | None:
         """Start torchrun once the stager listens. Return the job's end if that fails."""
         deadline = time.monotonic() + _LISTENS_SECONDS_MAX
         while not self._stager.check_listening():
             self._handle_signals()
             status = self._stager.poll()
             if self._stop_signal:
-                return TorchrunOutcome(
-                    self._signal_code(),
-                    f"ended by {signal_name(self._stop_signal)} before any rank was started",
-                )
+                code = INTERRUPTED if self._stop_signal == signal.SIGINT else 128 + self._stop_signal
+                message = f"ended by {signal_name(self._stop_signal)} before any rank was started"
+                return ExitDecision(code, message)
             if status is not None:
-                return TorchrunOutcome(_code(status), "the stager has ended before any rank was started")
+                return ExitDecision(_code(status), "the stager has ended before any rank was started")
             if time.monotonic() > deadline:
-                return TorchrunOutcome(
+                return ExitDecision(
                     PeerLost.exit_code, f"the stager does not listen within {_LISTENS_SECONDS_MAX:g} s"
                 )
             time.sleep(_POLL_SECONDS)
@@ -163,7 +151,7 @@ class TorchrunJob:
         )
         return None
 
-    def _watch(self) -> TorchrunOutcome:
+    def _watch(self) -> ExitDecision:
         assert self._torchrun is not None
         end = os.pidfd_open(self._torchrun.pid)
         try:
@@ -182,27 +170,25 @@ class TorchrunJob:
         if self._given_up is not None:
             return self._given_up
         if self._stop_signal == signal.SIGINT:
-            return TorchrunOutcome(INTERRUPTED, "ended by SIGINT")
+            return ExitDecision(INTERRUPTED, "ended by SIGINT")
         if status < 0 and self._stop_signal:
-            return TorchrunOutcome(128 + self._stop_signal, f"ended by {signal_name(self._stop_signal)}")
-        return TorchrunOutcome(_code(status))
+            return ExitDecision(128 + self._stop_signal, f"ended by {signal_name(self._stop_signal)}")
+        return ExitDecision(_code(status))
 
     def _check_stager(self) -> None:
         self._stager.restart_if_due()
         status = self._stager.poll()
         if status is None or self._stop_signal or self._given_up is not None:
             return
-        how = (
-            f"the stager was killed by {signal_name(-status)}"
-            if status < 0
-            else f"the stager ended with {status}"
-        )
+        how = f"the stager ended with {status}"
+        if status < 0:
+            how = f"the stager was killed by {signal_name(-status)}"
         pause_seconds = self._stager.schedule_restart()
         if pause_seconds is None:
             times = self._stager.restarts + 1
             message = f"{how}, {times} times in a row without a newer checkpoint; the ranks are ended"
             _log.error("%s", message)
-            self._given_up = TorchrunOutcome(PeerLost.exit_code if status <= 0 else status, message)
+            self._given_up = ExitDecision(PeerLost.exit_code if status <= 0 else status, message)
             self._terminate_ranks()
             return
         when = f"in {pause_seconds:.1f} s" if pause_seconds else "now"
@@ -264,9 +250,6 @@ class TorchrunJob:
         if self._torchrun is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._torchrun.send_signal(number)
-
-    def _signal_code(self) -> int:
-        return INTERRUPTED if self._stop_signal == signal.SIGINT else 128 + self._stop_signal
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signals.append(number)

@@ -75,9 +75,7 @@ class Death:
 
     @property
     def is_own_fault(self) -> bool:
-        return (
-            self.status > 0 or (self.status < 0 and -self.status in _OWN_FAULTS)
-        ) and not self.by_supervisor
+        return (self.status > 0 or -self.status in _OWN_FAULTS) and not self.by_supervisor
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,17 +77,10 @@ class WrappedRank:
             # A signal that comes too late for the command must not replace this process's exit code.
             for number in (*_FORWARDED, *_DEFERRED):
                 signal.signal(number, signal.SIG_IGN)
-        return CommandOutcome(
-            Path(self._command[0]).name,
-            os.uname().nodename,
-            own_rank(),
-            process.pid,
-            status,
-            frozenset(self._received),
-            reports,
-            self._tail.decode(errors="replace"),
-            count_oom_kills() > killed_before,
-        )
+        name, host = Path(self._command[0]).name, os.uname().nodename
+        forwarded, tail = frozenset(self._received), self._tail.decode(errors="replace")
+        is_oom = count_oom_kills() > killed_before
+        return CommandOutcome(name, host, own_rank(), process.pid, status, forwarded, reports, tail, is_oom)
 
     def _start(self, reports: Path) -> subprocess.Popen[bytes]:
         try:

@@ -10,7 +10,6 @@ from holdfast.checkpoints.lease import Lease
 from holdfast.notices.notice import Notice, NoticeKind, SaveInstruction
 from holdfast.ring.doorbell import Message
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
-from holdfast.ring.side_files import SourceFiles
 from holdfast.sealed import unseal
 from holdfast.telemetry.status_document import CheckpointStatus, RankStatus, StatusDocument, StatusLine
 from holdfast.wire.frames import Kind, decode, encode, to_json
@@ -31,7 +30,7 @@ _LAYOUT = made_up(1, entries=4, chunk_bytes=4096, ranks=2, entry_bytes_max=5000)
 def _journal() -> bytes:
     with mmap.mmap(-1, HEADER_BYTES + 2 * RECORD_BYTES) as memory:
         Journal.write_header(memory, Header(4096, 2, 5))
-        made = Journal(memory, "seed", SourceFiles(Path("/nowhere")))
+        made = Journal(memory, Path("/nowhere"))
         made.mark_filling(0, 5, 40, 1)
         made.mark_full(0, [(0, 7), (3, 8)], 4000)
         made.mark_filling(1, 5, 40, 2)

@@ -37,7 +37,6 @@ from holdfast.image.manifest import Manifest
 from holdfast.notices.notice import Notice, SaveInstruction
 from holdfast.ring.doorbell import Message
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SOURCES_INSIDE_MAX, Header, Journal
-from holdfast.ring.side_files import SourceFiles
 from holdfast.sealed import seal
 from holdfast.store.names import check_name, check_write_id
 from holdfast.telemetry.event_reading import Log, read_logs
@@ -155,7 +154,7 @@ def journal(data: bytes) -> None:
                 "<I", body, 36, crc32(bytes(body[64 : 64 + 8 * count]), crc32(bytes(body[40:52])))
             )
             memory[HEADER_BYTES : HEADER_BYTES + len(body)] = bytes(body)
-        found = Journal(memory, "journal", SourceFiles(Path("/nowhere")))
+        found = Journal(memory, Path("/nowhere"))
         for slot in range(found.header.ring_chunks):
             try:
                 record = found.record(slot)

@@ -188,8 +188,6 @@ def test_the_launcher_reads_what_terraform_puts_out(rendered: Rendered, tmp_path
         "region",
         "availability_zone",
         "subnet_id",
-        "bucket",
-        "run_prefix",
         "store_url",
         "project",
         "run_id",

@@ -120,8 +120,8 @@ MUTATIONS = {
             "read_unseen",
             "a rank of the stager's machine reads the slot where a chunk once was, whatever is in it now",
             "holdfast.ring.near_ring",
-            "            or (record.attempt, record.step, record.chunk) != (attempt, step, chunk)\n",
-            "",
+            " or (record.attempt, record.step, record.chunk) != wanted_chunk:\n",
+            ":\n",
             3000,
         ),
         _one(

@@ -12,8 +12,7 @@ from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.net import handshake
 from holdfast.net.address import Address
 from holdfast.net.handshake import Hello, JobStart, Status
-from holdfast.net.lifelines import enable_keepalive
-from holdfast.net.tls import AnySocket, RankTls
+from holdfast.net.tls import AnySocket, RankTls, enable_keepalive
 from holdfast.stager_key import read_stager_key
 from trainer_side.ranks.ports import GenerationOver, StartReplaced
 
@@ -101,7 +100,6 @@ class Connector:
         sock: AnySocket = socket.create_connection(self.address, timeout=_seconds_left(deadline))
         try:
             if self._tls is not None:
-                assert isinstance(sock, socket.socket)
                 sock = self._tls.wrap(sock, self.address)
             return self._handshake(sock, channel, received, resuming, deadline)
         except BaseException:

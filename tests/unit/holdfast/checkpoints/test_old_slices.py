@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.lease import Lease, newest_attempt
-from holdfast.checkpoints.old_slices import describe_old_slices, old_slices
+from holdfast.checkpoints.manifest_order import describe_old_slices, old_slices
 from holdfast.errors import StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.store.posix import PosixStore

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.notify.log_watch import LogWatch
-from holdfast.notify.notifier import Notifier
+from holdfast.notify.notifier import LogWatch, Notifier
 from holdfast.notify.webhook import Webhook
 from holdfast.telemetry.events import EventLog
 from tests.support.post_server import PostServer

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from holdfast.notify.alert import Alert, Severity
-from holdfast.notify.alert_command import AlertCommand
 from holdfast.notify.notifier import AlertRateLimiter, Destination, Notifier
-from holdfast.notify.webhook import Undelivered, Webhook
+from holdfast.notify.webhook import AlertCommand, Undelivered, Webhook
 from tests.support.post_server import SECRET, PostServer
 
 HELD = {"role": "flusher", "event": "flush_held", "step": 3, "message": "503"}

@@ -24,7 +24,6 @@ from holdfast.image.layout import SOURCES_MAX, Layout
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SOURCES_INSIDE_MAX, Header, Journal, SlotState
 from holdfast.ring.ring import Ring
-from holdfast.ring.side_files import SourceFiles
 
 CHUNK_BYTES = 8192
 RING_CHUNKS = 4
@@ -116,7 +115,7 @@ def test_a_state_is_one_store_of_one_byte(directory: Path) -> None:
     header = Header(CHUNK_BYTES, 2, 1)
     memory = Stores(-1, header.journal_bytes)
     Journal.write_header(memory, header)
-    journal = Journal(memory, "journal", SourceFiles(directory))
+    journal = Journal(memory, directory)
     place = HEADER_BYTES + RECORD_BYTES
     changes: list[tuple[Callable[[], None], SlotState]] = [
         (lambda: journal.mark_filling(1, 1, 5, 0), SlotState.FILLING),
@@ -339,7 +338,7 @@ def test_a_base_that_others_may_write_is_refused_unless_sticky(tmp_path: Path) -
 
 def test_too_little_memory_names_needed_and_free(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Small:
-        f_bavail, f_frsize = 10, 4096
+        f_bavail, f_bfree, f_blocks, f_frsize = 10, 10, 10, 4096
 
     monkeypatch.setattr(os, "statvfs", lambda path: Small)
     with pytest.raises(ConfigError, match=r"needs \d+ bytes .* 40960 bytes are free") as caught:

@@ -9,7 +9,7 @@ import pytest
 from holdfast.errors import ConfigError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.ring import Ring
-from holdfast.ring.set_aside import SET_ASIDE_NAME, read_set_aside, record_set_aside
+from holdfast.ring.ring_keeper import SET_ASIDE_NAME, read_set_aside, record_set_aside
 
 
 def test_each_is_read_in_its_order_and_a_line_that_is_not_ended_is_not(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.store.body import ViewsBody
+from holdfast.store.s3_upload import ViewsBody
 
 
 @given(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from operator_side.drill.measured_times import is_measured
+from operator_side.drill.compare import is_measured
 
 LOG = "trainer/json/log_history/5/"
 

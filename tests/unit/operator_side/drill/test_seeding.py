@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from operator_side.drill.seeding import advice_on_seeding
+from operator_side.drill.batches import advice_on_seeding
 from tests.support.job import REPOSITORY
 
 

@@ -77,7 +77,7 @@ def job(stager: MadeUpStager, line: list[str], folder: Path) -> TorchrunJob:
 def test_torchrun_job_ends_the_ranks_when_the_stager_has_died_too_often(tmp_path: Path) -> None:
     stager = MadeUpStager(status=-signal.SIGKILL, restarts_max=2)
     end = job(stager, _SLEEPS, tmp_path).run()
-    assert end.exit_code == 9
+    assert end.code == 9
     assert end.message == (
         "the stager was killed by SIGKILL, 3 times in a row without a newer checkpoint; the ranks are ended"
     )
