@@ -46,6 +46,10 @@ class SliceSource(Protocol):
         """Whether all bytes of the frame that begins at `offset` are in place. Called from the link's thread."""
         ...
 
+    def is_complete(self) -> bool:
+        """Whether all frames are in place and the save's record is complete, even if this rank has no frames."""
+        ...
+
 
 @dataclass(eq=False)
 class Transfer:

@@ -14,9 +14,11 @@ import pytest
 from holdfast.errors import PeerLost
 from holdfast.image.save_record import SaveRecord
 from holdfast.image.shares import LOST_STAGER_SECONDS_MAX, Shares
+from holdfast.image.slices import area_bytes
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from holdfast.wire.welcome import Welcome
 from tests.unit.trainer_side.stager_port import CHUNK, LAYOUT, SECONDS_MAX, FakePort, Source, make, until
@@ -108,6 +110,23 @@ def test_each_stager_gets_the_frames_of_its_share_and_the_layout(scene: Scene) -
         scene.send(index)
         assert [frame.chunk for frame in port.of(Kind.SENT)] == FRAMES[index]
         assert len(port.of(Kind.LAYOUT)) == len(port.of(Kind.OFFER)) == 1
+
+
+def test_the_lead_gets_the_fingerprints_of_a_rank_that_sends_it_nothing(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, rank=1)
+    assert not [chunk for chunk, _ in LAYOUT.sent_frames(1) if SHARES.owner(chunk) == 0]
+    source, lead = Source(1), scene.ports[0]
+    source.ready = 0
+    transfer = scene.offer(source=source)
+    until(lambda: lead.of(Kind.OFFER))
+    polls = lead.polls
+    until(lambda: lead.polls > polls + 20)
+    assert not lead.of(Kind.DONE)
+    transfer.fingerprints = "AAAA"
+    source.ready = area_bytes(LAYOUT, 1)
+    until(lambda: lead.of(Kind.DONE))
+    assert wire.json_body(lead.of(Kind.DONE)[0])["replicas"] == "AAAA"
+    scene.group.close(seconds_max=0.0)
 
 
 def test_a_credit_for_another_stagers_chunk_goes_back(scene: Scene) -> None:
