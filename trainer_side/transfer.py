@@ -90,6 +90,11 @@ class Transfer:
         if state.is_final:
             self.ended.set()
 
+    @property
+    def is_reported_elsewhere(self) -> bool:
+        """Whether another stager than this transfer's says how the step ends. Link's thread."""
+        return False
+
     def hold(self) -> bool:
         """Keep the transfer for the next process of its lost stager; return whether it is kept. Link's thread."""
         return False

@@ -358,6 +358,23 @@ def test_a_share_that_the_stager_before_had_staged_is_not_sent_again(again: Scen
     assert not again.ports[1].of(Kind.SENT) + again.ports[1].of(Kind.DONE)
 
 
+@pytest.mark.parametrize("outcome", [Kind.DURABLE, Kind.FAILED])
+def test_a_staged_step_ends_as_the_lead_says_although_another_stager_is_lost(
+    again: Scene, outcome: Kind
+) -> None:
+    transfer = again.offer()
+    for index in range(STAGERS):
+        again.send(index)
+        again.ports[index].say(Kind.STAGED, step=1)
+    assert transfer.settled.wait(SECONDS_MAX)
+    again.lose(1, comes_again=False)
+    time.sleep(0.02)
+    assert not transfer.ended.is_set()
+    again.ports[0].say(outcome, step=1, body={"code": "store", "message": "share 2 of 2 is lost"})
+    assert transfer.ended.wait(SECONDS_MAX)
+    until(lambda: again.emitted() == [("staged", 1), (outcome.name.lower(), 1)])
+
+
 def test_a_stager_may_be_lost_twice(again: Scene) -> None:
     transfer = again.offer()
     for _ in range(2):
