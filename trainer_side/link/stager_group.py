@@ -208,9 +208,7 @@ class StagerGroup:
     def _on_link_lost(self, index: int, error: HoldfastError) -> None:
         with self._lock:
             if self.job.problem is None:
-                # `agree` raises the lead's own error, too, and `is_last_loss` compares by identity.
-                is_own = index == 0 or isinstance(error, ThreadDied)
-                self.job.mark_lost(error if is_own else type(error)(f"{self._links[index].name}: {error}"))
+                self.job.mark_lost(self._loss_of(index, error))
             elif isinstance(error, ThreadDied):
                 self.job.problem = error
         if index == 0 and not self._lead.is_awaited:
@@ -218,6 +216,12 @@ class StagerGroup:
                 member.drop_stager(
                     PeerLost(f"{self._lead.name} is lost, and with it the attempt of the others")
                 )
+
+    def _loss_of(self, index: int, error: HoldfastError) -> HoldfastError:
+        """Return the error of one link as the group's; it names a stager other than the lead."""
+        # `agree` raises the lead's own error, too, and `is_last_loss` compares by identity.
+        is_own = index == 0 or isinstance(error, ThreadDied)
+        return error if is_own else type(error)(f"{self._links[index].name}: {error}")
 
     def _on_link_recovered(self) -> None:
         attempt = self._lead.job.attempt
@@ -229,7 +233,13 @@ class StagerGroup:
                 member.drop_stager(PeerLost(reason))
         with self._lock:
             jobs = [link.job for link in self._links]
-            if self.job.problem is None or any(job.problem or job.attempt != attempt for job in jobs):
+            if self.job.problem is None or isinstance(self.job.problem, ThreadDied):
+                return
+            for index, job in enumerate(jobs):
+                if (problem := job.problem) is not None:
+                    self.job.replace_problem(self._loss_of(index, problem))
+                    return
+            if any(job.attempt != attempt for job in jobs):
                 return
             if attempt != self.job.attempt:
                 self.job.rejoin(attempt)

@@ -245,6 +245,17 @@ def test_a_member_may_not_name_a_step_that_all_save(scene: Scene) -> None:
     assert "which only ranks may send, or the first of several stagers" in str(scene.group.job.problem)
 
 
+def test_the_problem_names_the_stager_that_is_lost_now(again: Scene) -> None:
+    again.lose(1, comes_again=False)
+    again.closed.add(0)
+    again.ports[0].dead = True
+    until(lambda: again.group.job.lead_problem)
+    assert str(again.group.job.problem).startswith("stager 2/2: ")
+    again.closed.discard(1)
+    until(lambda: again.group.job.problem is again.group.job.lead_problem)
+    assert again.group.job.problem is not None
+
+
 def test_a_member_that_is_back_is_saved_to_again(tmp_path: Path) -> None:
     scene = Scene(tmp_path, again=True)
     scene.ports[1].dead = True
