@@ -179,6 +179,8 @@ class StagerGroup:
             elif transfer.state is TransferState.STAGED and transfer.released.is_set():
                 # Not before the memory is free: the next save may follow as soon as a step is staged.
                 self.job.staged_step = max(self.job.staged_step, step)
+        if reached is TransferState.STAGED and self.job.rank == 0 and len(whole.shares) > 1:
+            self._lead.send_message(StagerMessage.all_staged(step))  # which names a step after a notice
         if reached in (TransferState.STAGED, TransferState.DURABLE):
             self._events.emit(reached.value, transfer.record.to_json(), step=step)
         elif reached in (TransferState.DECLINED, TransferState.FAILED):

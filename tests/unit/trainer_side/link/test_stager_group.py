@@ -162,6 +162,21 @@ def test_a_step_is_staged_and_its_memory_free_when_every_share_is_staged(scene: 
     until(lambda: scene.emitted() == [("staged", 1), ("durable", 1)])
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_tells_the_lead_when_every_share_is_staged(tmp_path: Path, rank: int) -> None:
+    scene = Scene(tmp_path, rank=rank)
+    scene.offer(source=Source(rank))
+    for port in scene.ports:
+        assert not scene.ports[0].of(Kind.ALL_STAGED)
+        port.say(Kind.STAGED, step=1)
+        port.say(Kind.BEAT)
+        until(lambda port=port: port.of(Kind.BEAT))  # type: ignore[misc]
+    until(lambda: scene.emitted() == [("staged", 1)])
+    scene.group.close(seconds_max=0.0)
+    assert [frame.step for frame in scene.ports[0].of(Kind.ALL_STAGED)] == [1] * (rank == 0)
+    assert not scene.ports[1].of(Kind.ALL_STAGED)
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_share_that_fails_ends_the_step_at_the_other_stagers(scene: Scene, failing: int) -> None:
     transfer = scene.offer()
