@@ -78,10 +78,12 @@ class StagerHandler(FlushListener):
         """Raise `ConfigError` unless the stager has this flusher's share, and names the lead's attempt if it must."""
         mine = [self._share.index, self._share.writers]
         if self._stager_share != mine:
+            theirs = "/".join(str(number + (at == 0)) for at, number in enumerate(self._stager_share[:2]))
             raise ConfigError(
-                f"{self._store_url}: this flusher writes share {self._share}, the stager (process "
-                f"{self.channel.peer_pid}) receives share index, of {self._stager_share}; start both with the "
-                "same share"
+                f"{self._store_url}: a flusher on this machine (process {os.getpid()}) writes share {self._share}, and "
+                f"the stager (process {self.channel.peer_pid}) has share {theirs}; "
+                "the flusher ends once it has written what an earlier job has staged: wait for that, or end it by "
+                "SIGTERM, and start the stager again"
             )
         if not (self._share.is_lead or self.lead_attempt or self.attempt):
             raise ConfigError(

@@ -17,6 +17,7 @@ from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.save_record import StepRecord
 from holdfast.image.shares import WHOLE
+from holdfast.notices.should_save import InFlight
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
@@ -63,10 +64,28 @@ class Actions:
         self.notices, self.events = notices, events
         self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
         self._begun_at: dict[int, float] = {}
+        # step → bytes of the image, and when it was offered: this stager's share is staged, others may not be
+        self._partly_staged: dict[int, tuple[int, float]] = {}
         self._last_logged = ""  # the last reason that was logged, with its digits masked
 
     def on_offered(self, step: int) -> None:
         self._offered_at.setdefault(step, self._clock())
+
+    def on_all_staged(self, step: int) -> None:
+        """Note that every stager has staged its share of `step`."""
+        staged = self._partly_staged.get(step)
+        self._forget_partly_staged(step)
+        if staged is not None:
+            nbytes, offered_at = staged
+            self.notices.on_staged(step, nbytes, self._clock() - offered_at)
+
+    def partly_staged(self, now: float) -> list[InFlight]:
+        """Return the steps of which this stager's share is staged and another one may not be, oldest first."""
+        return [InFlight(step, 1.0, now - at) for step, (_, at) in sorted(self._partly_staged.items())]
+
+    def _forget_partly_staged(self, step: int) -> None:
+        """Forget this step and older ones."""
+        self._partly_staged = {one: at for one, at in self._partly_staged.items() if one > step}
 
     def process(self, event: Event, on_protocol_error: Callable[[ProtocolError], None] | None = None) -> None:
         """Pass an event to the session and execute its actions. `on_protocol_error`: called when the sender has broken
@@ -132,7 +151,10 @@ class Actions:
                 line.send("abort", attempt=attempt, step=step, reason=reason[:2000])
 
     def _send_message(self, action: SendMessage) -> None:
+        if action.kind is Kind.DURABLE:
+            self.on_all_staged(action.step)  # rank 0 may have died before it said so
         if action.kind in {Kind.FAILED, Kind.DECLINED} and action.rank is None:
+            self._partly_staged.pop(action.step, None)
             reason = action.body.get("message") or action.body.get("reason")
             now = self._clock()
             seconds = now - self._offered_at.pop(action.step, now)
@@ -181,4 +203,7 @@ class Actions:
             fields["share"] = str(share)
         self.events.emit("staged", fields, step=action.step)
         self._send_message(SendMessage(None, Kind.STAGED, action.step, {"pgt1_seconds": pgt1_seconds}))
-        self.notices.on_staged(action.step, action.layout.image_bytes, now - offered_at)
+        if share == WHOLE:
+            self.notices.on_staged(action.step, action.layout.image_bytes, now - offered_at)
+        else:
+            self._partly_staged[action.step] = action.layout.image_bytes, offered_at

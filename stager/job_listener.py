@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from holdfast.errors import ConfigError, ProtocolError
+from holdfast.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.net.address import Address
 from holdfast.net.handshake import (
     GENERATION_MAX,
@@ -145,6 +145,7 @@ class JobListener:
         self._waiting: dict[AnySocket, _Waiting] = {}
         self._ended_jobs: OrderedDict[bytes, _EndedJob] = OrderedDict()  # by incarnation
         self._current: TcpTrainersPort | None = None
+        self._share_refusal: Callable[[Hello], HoldfastError | None] = lambda _: None
         self._ending = False
         self.turned_away: set[int] = set()
         self._refusal_logged_at = -_REFUSAL_LOG_SECONDS
@@ -158,9 +159,15 @@ class JobListener:
         """The HELLO of the next job's first rank; None until one has connected."""
         return next((one.hello for one in self._waiting.values()), None)
 
-    def open_job(self, port: TcpTrainersPort) -> None:
-        """Serve this job: pass its connections to `port`, and refuse all others."""
-        self._current = port
+    def open_job(
+        self,
+        port: TcpTrainersPort,
+        share_refusal: Callable[[Hello], HoldfastError | None] = lambda _: None,
+    ) -> None:
+        """Serve this job: pass its connections to `port`, and refuse all others. `share_refusal`: returns an error if a
+        rank of the job takes this stager for another one.
+        """
+        self._current, self._share_refusal = port, share_refusal
         waiting, self._waiting = self._waiting, {}
         for one in waiting.values():
             self._unwatch(one.sock)
@@ -359,6 +366,9 @@ class JobListener:
             elif current.lead_attempt not in {0, hello.lead_attempt}:
                 text = f"attempt {current.lead_attempt} is served here, and the lead has begun another one"
                 refuse(self._reactor, sock, Status.LOST, text)
+            elif (mismatch := self._share_refusal(hello)) is not None:
+                # Two names of one stager: as another connection of this rank it would cut off the first.
+                refuse(self._reactor, sock, Status.SHARE, str(mismatch))
             else:
                 current.admit(sock, hello, received)
         elif hello.resuming or self._is_superseded(hello):

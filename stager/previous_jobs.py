@@ -52,7 +52,7 @@ class PreviousJobs:
             _log.warning(
                 "an earlier job has staged %s, which the flusher is still writing; the trainers wait at most %g s "
                 "until it is durable",
-                _format_steps(missing),
+                self._format_steps(missing),
                 self._seconds_max,
             )
         late = self._waiting_since is not None and now - self._waiting_since >= self._seconds_max
@@ -62,16 +62,25 @@ class PreviousJobs:
             _log.error(
                 "%s, staged by an earlier job, is not durable after %g s: the trainers go on from an older step, which "
                 "is durable. Look at the flusher's log for the cause",
-                _format_steps(missing),
+                self._format_steps(missing),
                 self._seconds_max,
             )
         elif staged:
+            where = (
+                "the ring" if self._share is None else "the rings, if the other stagers have staged theirs"
+            )
             _log.warning(
-                "an earlier job has staged %s, which is not in the store yet; the trainers restore it from the ring",
-                _format_steps([key.step for key in staged]),
+                "an earlier job has staged %s, which is not in the store yet; the trainers restore it from %s",
+                self._format_steps([key.step for key in staged]),
+                where,
             )
         self._may_restore = True
         return True
+
+    def _format_steps(self, steps: list[int]) -> str:
+        """Name the steps; one of several stagers knows of its own share alone."""
+        named = f"step {', '.join(map(str, steps))}"
+        return named if self._share is None else f"this stager's share of {named}"
 
     def _complete_in(self, ring: Ring) -> set[CheckpointId]:
         """Staged checkpoints with every chunk in the ring."""
@@ -113,7 +122,3 @@ def _states(ring: Ring) -> list[tuple[CheckpointId, str]]:
         if checkpoint is not None:
             found.append((key, checkpoint.state))
     return found
-
-
-def _format_steps(steps: list[int]) -> str:
-    return f"step {', '.join(map(str, steps))}"

@@ -185,8 +185,15 @@ class RankHandler:
                 body = wire.json_body(frame)
                 fingerprints = body.pop(FIELD, None)
                 self._process(rank, Done(rank, frame.step, SaveRecord.from_json(body), fingerprints))
+            case Kind.ALL_STAGED:
+                self._handle_all_staged(rank, frame.step)
             case Kind.BYE:
                 self._remove_rank(rank, f"rank {rank} has left", lost=False)
+
+    def _handle_all_staged(self, rank: int, step: int) -> None:
+        if rank != 0:
+            raise ProtocolError(f"ALL_STAGED from rank {rank}; only rank 0 says so")
+        self._actions.on_all_staged(step)
 
     # -- ranks that join, fall silent, and leave -------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ class StagerService:
         self._notices = notices = Notices(
             config,
             self._trainers,
-            lambda: self._session.in_flight(clock()),
+            lambda: [*self._actions.partly_staged(clock()), *self._session.in_flight(clock())],
             events,
             attempt=lambda: self._line.flusher.attempt,
             clock=clock,

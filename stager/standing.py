@@ -89,7 +89,7 @@ def _share_mismatch(share: ShareNumber, hello: Hello) -> ConfigError | None:
     taken_for = "the first stager" if hello.lead_attempt == 0 else "one after the first"
     return ConfigError(
         f"the ranks take the stager with share {share} for {taken_for}; name the stagers in HOLDFAST_STAGER in the "
-        "order of their shares, 1/S first"
+        "order of their shares, 1/S first, and each once"
     )
 
 
@@ -223,13 +223,17 @@ class StandingStager:
         _log.info("a job of %d ranks joins (%s)", hello.ranks, hello.launch)
         begun = time.monotonic()
         self._lost = set()
-        self._listener.open_job(port)
+        mismatch = _share_mismatch(self._config.share, hello)
+        if mismatch is None:
+            self._listener.open_job(port, functools.partial(_share_mismatch, self._config.share))
+        else:  # `serve` admits the ranks, and tells them
+            self._listener.open_job(port)
         try:
             attached, self._attached = self._attached, None
             self._lost = lost = serve(
                 port,
                 self._config,
-                _share_mismatch(self._config.share, hello),
+                mismatch,
                 attached=attached,
                 is_stopping=lambda: self._is_stopping,
                 lead_attempt=hello.lead_attempt,

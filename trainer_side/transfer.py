@@ -46,6 +46,10 @@ class SliceSource(Protocol):
         """Whether all bytes of the frame that begins at `offset` are in place. Called from the link's thread."""
         ...
 
+    def is_complete(self) -> bool:
+        """Whether all frames are in place and the save's record is complete, even if this rank has no frames."""
+        ...
+
 
 @dataclass(eq=False)
 class Transfer:
@@ -85,6 +89,11 @@ class Transfer:
             self.settled.set()
         if state.is_final:
             self.ended.set()
+
+    @property
+    def is_reported_elsewhere(self) -> bool:
+        """Whether another stager than this transfer's says how the step ends. Link's thread."""
+        return False
 
     def hold(self) -> bool:
         """Keep the transfer for the next process of its lost stager; return whether it is kept. Link's thread."""

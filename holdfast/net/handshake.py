@@ -58,6 +58,7 @@ class Status(IntEnum):
     ENDING = 6  # the stager accepts no further job
     TLS = 7  # the stager accepts only connections with TLS
     REPLACED = 8  # the launcher has restarted the job: these processes stay out for good
+    SHARE = 9  # the rank takes this stager for another one of several
 
 
 class JobStart(NamedTuple):

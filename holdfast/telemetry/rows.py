@@ -18,6 +18,7 @@ from typing import Any, Literal
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest
 from holdfast.image.save_record import StepRecord
+from holdfast.image.shares import ShareNumber
 from holdfast.telemetry.causes import OTHER, cause_from
 from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, as_int, as_number, as_text
 
@@ -68,6 +69,7 @@ class CheckpointRow:
     pgt1_seconds: float | None = None
     pgt2_seconds: float | None = None
     nonfinite: int | None = None  # count of NaN and infinite numbers; None: not counted
+    staged_shares: set[str] = field(default_factory=set)  # shares (K/S) of several stagers that are staged
     sealed: dict[str, float] = field(default_factory=dict)  # share (K/S) of several stagers → when written
     record_stalls: dict[int, float] = field(default_factory=dict)
     ranks: dict[int, RankTimes] = field(default_factory=dict)
@@ -186,11 +188,15 @@ class _RowBuilder:
     def _add_staged(self, event: LoggedEvent) -> None:
         row = self._row_of_event(event, None)
         row.image_bytes = as_int(event.fields.get("image_bytes")) or row.image_bytes
-        row.staged_at_unix = event.time
         pgt1 = as_number(event.fields.get("pgt1_seconds"))
         if pgt1 is not None:
-            row.pgt1_seconds = pgt1
             row.note_save(event.time - min(pgt1, event.time))
+        if "share" in event.fields:
+            row.staged_shares.add(as_text(event.fields["share"]))
+            if not _has_all(row.staged_shares):
+                return  # the ranks, and the store, say so too: the other stagers' logs may not be available
+        row.staged_at_unix = event.time
+        row.pgt1_seconds = row.pgt1_seconds if pgt1 is None else pgt1
         _advance(row, "staged")
 
     def _add_flusher_event(self, event: LoggedEvent, row: CheckpointRow) -> None:
@@ -252,6 +258,15 @@ class _RowBuilder:
         rows = [row for _, row in sorted(self._rows.items()) if row.state != "declined"]
         skipped = [one for key, one in self._skipped.items() if key not in done]
         return CheckpointRows(rows, sorted(skipped, key=lambda one: one.at_unix))
+
+
+def _has_all(shares: Iterable[str]) -> bool:
+    """Whether these shares, written K/S, are all of them."""
+    try:
+        numbers = [ShareNumber.from_text(share) for share in shares]
+    except ValueError:  # of another version
+        return False
+    return all(len(numbers) >= number.writers for number in numbers)
 
 
 _ORDER = ("saving", "staged", "durable", "verified", "drifted", "doubtful", "bad")

@@ -71,6 +71,7 @@ class Kind(IntEnum):
     DOUBT = 15
     FITS = 16
     PROOF = 17
+    ALL_STAGED = 18
     WELCOME = 32
     RESERVED = 33
     REFUSED = 34

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -179,7 +179,15 @@ def compose(
     # Ranks that are still joining have done no work that a kill could lose.
     may_work = is_running and (not present or any(rank.state != "coming" for rank in present))
     since = stager.since_unix if stager.since_unix is not None else flusher.since_unix
-    levels = {name: level for name in LEVELS if (level := _newest(rows, name)) is not None}
+    flights = tuple(_flights(ring, rows))
+    shares = {
+        key: share_progress(key, ring, flusher_document, found.others)
+        for key in (CheckpointId(one.attempt, one.step) for one in flights)
+    }
+    partial = {
+        key for key, of in shares.items() if any(one.state in ("receiving", "elsewhere") for one in of)
+    }
+    levels = {name: level for name in LEVELS if (level := _newest(rows, name, partial)) is not None}
     saved = [(key, row.saved_at_unix) for key, row in sorted(rows.items()) if row.saved_at_unix is not None]
     interval = last_interval(saved)
     if interval is not None and stager_document is not None:
@@ -194,8 +202,6 @@ def compose(
         dollars_per_hour=dollars_per_hour,
     )
     document = stager_document or flusher_document
-    flights = tuple(_flights(ring, rows))
-    newest = CheckpointId(flights[-1].attempt, flights[-1].step) if flights else CheckpointId(0, 0)
     return RunStatus(
         run=run,
         now_unix=now_unix,
@@ -215,7 +221,7 @@ def compose(
         loss_node=loss_with_node(known),
         ring=ring,
         flights=flights,
-        shares=share_progress(newest, ring, flusher_document, found.others),
+        shares=next(reversed(shares.values()), ()),
         pgt1=_timings(rows, "pgt1_seconds"),
         pgt2=_timings(rows, "pgt2_seconds"),
         stall=_timings(rows, "stall_seconds"),
@@ -295,11 +301,16 @@ def _row_of_ring(checkpoint: RingCheckpoint) -> CheckpointStatus:
     )
 
 
-def _newest(rows: Mapping[CheckpointId, CheckpointStatus], level: str) -> Level | None:
-    """Return the newest good checkpoint that has reached the level; a durable one counts as staged, too."""
+def _newest(
+    rows: Mapping[CheckpointId, CheckpointStatus], level: str, partial: Collection[CheckpointId]
+) -> Level | None:
+    """Return the newest good checkpoint that has reached the level; a durable one counts as staged, too. `partial`:
+    those of several stagers of which a share may not be staged.
+    """
     for key, row in sorted(rows.items(), reverse=True):
+        staged_at = None if key in partial else row.staged_at_unix
         at = {
-            "staged": row.staged_at_unix if row.staged_at_unix is not None else row.durable_at_unix,
+            "staged": staged_at if staged_at is not None else row.durable_at_unix,
             "durable": row.durable_at_unix,
             "verified": (row.read_back_at_unix or row.durable_at_unix)
             if row.read_back == "verified"

@@ -15,6 +15,7 @@ from tests.chaos.cells import Cell
 from tests.chaos.cut_off import CutCell
 from tests.chaos.freezing import FreezeCell
 from tests.chaos.place import BucketPlace, DirectoryPlace, GrowingPlace
+from tests.chaos.restarted_stagers import RestartCell
 from tests.chaos.results import RESULTS, Result, append, commit_here
 from tests.chaos.scenario import uninterrupted
 from tests.chaos.share_cells import ShareCell
@@ -94,7 +95,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
-_Recorded = Cell | FreezeCell | CutCell | ShareCell | RankShareCell | WrapperCell
+_Recorded = Cell | FreezeCell | CutCell | ShareCell | RankShareCell | RestartCell | WrapperCell
 
 
 def _cell(item: pytest.Item) -> _Recorded | None:

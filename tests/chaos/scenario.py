@@ -45,10 +45,10 @@ from tests.support.job import Job, environment
 from tests.support.standing_stager import StandingProcess
 from tests.support.torchrun import by_torchrun
 
-__all__ = ["Scenario", "uninterrupted"]
+__all__ = ["END_SECONDS_MAX", "Scenario", "uninterrupted", "wait_until_stopped"]
 
 _REACH_SECONDS_MAX = 120.0  # start-up of three processes, with a margin of four
-_END_SECONDS_MAX = 120.0
+END_SECONDS_MAX = 120.0
 _FLUSHER_SECONDS_MAX = 90.0
 _STATE_KEYS = ("model", "optimizer", "scheduler", "data", "rng")
 
@@ -147,7 +147,7 @@ class Scenario:
             stands = self._wait_for(job, marker)
             self.staged_at_kill = self._events("staged", "stager")
             if not alone:
-                _wait_until_stopped(stands)
+                wait_until_stopped(stands)
                 if not victims:
                     self._wait_for_training(job)
                 for pid in [self._pid(victim, job, number) for victim in victims]:
@@ -160,7 +160,7 @@ class Scenario:
                 self._lose_machine()
             if first_chunks:
                 self._wait_for_added_slots(job, first_chunks)
-            job.wait(_END_SECONDS_MAX)
+            job.wait(END_SECONDS_MAX)
             self._wait_for_stager()
         all_staged = self._events("staged", "stager") | set(SAVES[:staged])
         all_durable = self._events("durable", "flusher") | set(SAVES[:durable])
@@ -194,15 +194,15 @@ class Scenario:
             self._machines.append(self._directory / f"machine-{len(self._machines) + 1}")
         with self._start(self._then) as job:
             if not self._then:
-                job.succeed(_END_SECONDS_MAX)
+                job.succeed(END_SECONDS_MAX)
                 self._wait_for_stager()
             elif (
-                job.wait(_END_SECONDS_MAX) != 0
+                job.wait(END_SECONDS_MAX) != 0
             ):  # its flusher died before it was ready: reported, and restarted
                 self._then_failed = True
         if self._then_failed:
             with self._start("") as job:
-                job.succeed(_END_SECONDS_MAX)
+                job.succeed(END_SECONDS_MAX)
         for fault in parse_faults(self._then):
             assert (self._markers / fault.name).exists(), (
                 f"{fault.name} was never reached:\n{self._all_said()}"
@@ -271,7 +271,7 @@ class Scenario:
     def _wait_for_stager(self) -> None:
         """Wait for standing stagers, which end after their job."""
         for stager in self._stagers:
-            stager.process.wait(_END_SECONDS_MAX)
+            stager.process.wait(END_SECONDS_MAX)
         self._stagers = []
 
     def _out(self, number: int) -> Path:
@@ -338,7 +338,7 @@ class Scenario:
                 return found
 
             wait_until(
-                used, _END_SECONDS_MAX, lambda: f"no save is in the slots that were added:\n{self._said(job)}"
+                used, END_SECONDS_MAX, lambda: f"no save is in the slots that were added:\n{self._said(job)}"
             )
 
     def _pid(self, victim: str, job: Job, number: int) -> int:
@@ -453,7 +453,7 @@ def uninterrupted(settings: Sequence[str], size: Mapping[str, str], directory: P
         env=environment(directory / "machine", **size),
         log=directory / "job.log",
     ) as job:
-        job.succeed(_END_SECONDS_MAX)
+        job.succeed(END_SECONDS_MAX)
 
 
 def _verify(store: Retrying, item: CatalogItem) -> None:
@@ -463,7 +463,7 @@ def _verify(store: Retrying, item: CatalogItem) -> None:
     assert report.ok, report.summary()
 
 
-def _wait_until_stopped(pid: int) -> None:
+def wait_until_stopped(pid: int) -> None:
     process = psutil.Process(pid)
     wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 30, f"process {pid} does not stand still")
 

@@ -34,6 +34,7 @@ from tests.chaos.cells import (
 )
 from tests.chaos.cut_off import CUT_CELLS
 from tests.chaos.freezing import ELSEWHERE_CELLS, FREEZE_CELLS
+from tests.chaos.restarted_stagers import RESTART_CELLS
 from tests.chaos.results import RESULTS, Result, read
 from tests.chaos.share_cells import ALL_SHARE_CELLS
 from tests.chaos.share_scenario import RANK_SHARE_CELLS
@@ -139,6 +140,14 @@ _RANK_SHARES_HEAD = """\
 
 The same with real stagers and two ranks under torchrun, checked as in the matrix: training goes on to the last bit.
 *Has not told*: all shares are staged, and one stager has not said so to the ranks.
+"""
+
+_RESTART_HEAD = """\
+## Several stagers, started again
+
+Stagers are killed before every share of the second checkpoint is staged, alone or with their flushers, and started
+again at their addresses. The job goes on as the same attempt: the ranks send the shares again, and every checkpoint
+becomes durable.
 """
 
 _WRAPPER_HEAD = """\
@@ -248,6 +257,7 @@ GRIDS = (
     Grid(_PROOF_HEAD, "moment", {(cell.stage.name, cell.victims.name): cell.name for cell in PROOF_CELLS}),
     Grid(_SHARES_HEAD, "moment", {(cell.row, cell.victims.name): cell.name for cell in ALL_SHARE_CELLS}),
     Grid(_RANK_SHARES_HEAD, "moment", {(cell.row, cell.who): cell.name for cell in RANK_SHARE_CELLS}),
+    Grid(_RESTART_HEAD, "moment", {(cell.moment, cell.who): cell.name for cell in RESTART_CELLS}),
     Grid(_WRAPPER_HEAD, "wrapper", {(cell.wrapper, "SIGKILL"): cell.name for cell in WRAPPER_CELLS}),
     Grid(
         _REPLACED_HEAD,

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.errors import PeerLost
 from holdfast.net.key import new_key
-from tests.integration.jobs import train
+from tests.integration.jobs import drifting, train
 from tests.support.cluster import Cluster, check_continued, check_loadable, same, wait_until
 from tests.support.events import read_events
 from tests.support.job import Job, environment
@@ -326,3 +326,28 @@ def test_stagers_that_are_named_in_another_order_are_refused_by_name(tmp_path: P
             with scene.start(*RUN, HOLDFAST_STAGER=named) as job:
                 assert job.wait(240) != 0
                 assert words in job.output()
+
+
+def test_two_names_of_one_stager_are_refused_by_name(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    with several(tmp_path / "scene", str(store), 2) as scene:
+        first = scene.stagers[0].address
+        named = f"{first},{first.replace('127.0.0.1', 'localhost')}"
+        with scene.start(*RUN, HOLDFAST_STAGER=named) as job:
+            assert job.wait(240) != 0
+            assert "take the stager with share 1/2 for one after the first" in job.output()
+
+
+def test_a_rank_that_drifts_is_found_although_it_sends_the_first_stager_nothing(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    steps, settings = 6, ("--on-divergence", "refuse")
+    with several(tmp_path / "scene", str(store), 2, settings, HOLDFAST_ON_NOT_DURABLE="warn") as scene:
+        cluster = Cluster(scene.directory, scene.store, scene.env, script=drifting.__file__)
+        arguments = ("element", str(steps))
+        with cluster.start(RANKS, *arguments, stager=False, rewrite=by_torchrun(RANKS)) as job:
+            job.succeed(240)
+        scene.stop()
+        assert "replicas have drifted apart" in scene.logs()
+    assert [int(path.name[5:14]) for path in _files(store)] == list(range(drifting.DRIFT_AT))

@@ -233,7 +233,10 @@ def test_a_stager_with_another_share_is_refused_by_name(machines: Machines) -> N
     machines.flushers.append(machines.flusher(1))
     directory = machines.flushers[0].directory
     for said, message in (
-        ({"share": ShareNumber(2, 3), "lead_attempt": 1}, "writes share 2/3"),
+        (
+            {"share": ShareNumber(2, 3), "lead_attempt": 1},
+            r"writes share 2/3, and the stager .* has share 3/3; the flusher ends",
+        ),
         ({"share": ShareNumber(1, 3)}, "names attempt 0 of the stager that leads"),
     ):
         with pytest.raises(AssertionError, match=message):

@@ -64,10 +64,14 @@ class Area:
         self.memory, self.nbytes = data, len(data)
         self._batches, self._torn_before, self._on_torn = batches, torn_before, on_torn
         self._ready: set[int] = set()
+        self._is_complete = False
         self.changed: FrameBatch | None = None
 
     def is_ready(self, offset: int) -> bool:
         return offset in self._ready
+
+    def is_complete(self) -> bool:
+        return self._is_complete
 
     def route(
         self, _sources: Sequence[Any], _update_order: Callable[[], Mapping[int, int]], *, order_changed: bool
@@ -115,6 +119,7 @@ class Area:
                 self._ready.add(batch.offset)
         if unread or not route.host:
             on_all_read()
+        self._is_complete = not cancelled()
 
     def _tear(self, batch: FrameBatch) -> None:
         """Change a tensor after `save()` and before its copy."""

@@ -344,6 +344,9 @@ class _Source:
             return self.copy.is_ready(offset)
         return self.ends[offset] <= self.ready_at()
 
+    def is_complete(self) -> bool:
+        return len(self.data) <= self.ready_at() if self.copy is None else self.copy.is_complete()
+
 
 @dataclass
 class Offered:

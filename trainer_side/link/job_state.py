@@ -87,6 +87,10 @@ class JobState:
         self._lost_at = self._clock()
         self.problem = self._last_problem = error
 
+    def replace_problem(self, error: HoldfastError) -> None:
+        """Note that another stager is lost than the one that was lost first, which is back."""
+        self.problem = self._last_problem = error
+
     def rejoin(self, attempt: int) -> None:
         """Note the WELCOME of a stager as `attempt`; `problem` stays until the link uses that stager."""
         if attempt != self.attempt:  # otherwise the lost stager's next process continues its attempt

@@ -131,6 +131,8 @@ class Outbox:
             active.drop_in_flight()
             if will_rejoin and active.transfer.hold():
                 held.append(active)
+            elif active.transfer.is_reported_elsewhere:
+                del self._active[active.transfer.step]
             else:
                 self._end(active, TransferState.FAILED, Reason.from_error(error))
             active.release()

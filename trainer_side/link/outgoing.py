@@ -1,7 +1,7 @@
 """One checkpoint of this rank in flight to the stager: credits in, frames out.
 
     accept_credit(chunk, slot) ──► credits ──┐
-    source.is_ready(frame) ──────► CRC ──────┴─► pump: payload, SENT … all sent: DONE ─► released
+    source.is_ready(frame) ──────► CRC ──────┴─► pump: payload, SENT … all sent, all copied: DONE ─► released
     pop_unused_credits ───► RETURN for each unused credit; payloads in flight are completed ─► released
 
 Rules: a frame is sent only under a credit, and only when its bytes are copied. Its CRC is computed as soon as they are,
@@ -143,7 +143,8 @@ class Outgoing:
                 self._send(port, attempt, chunk, self._credits.pop(chunk))
                 moved = True
             moved = moved or self._sum_next()
-            if not self._unsent and not self._is_done_sent:
+            # A rank may have no frame for this stager, which gets its record and fingerprints all the same.
+            if not self._unsent and not self._is_done_sent and source and source.is_complete():
                 self._is_done_sent = moved = True
                 reach(Point.SLICE_SENT)
                 self._send_done(port, attempt)

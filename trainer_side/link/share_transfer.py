@@ -7,6 +7,7 @@
     STAGED, and the memory is free     when every share is staged: until then any of them may fail
     DURABLE                            when the lead says so: its flusher publishes the file
     DECLINED, FAILED                   when one share is; the other stagers are told, since no checkpoint can be whole
+    a stager is lost                   once every share is staged, only the lead's loss matters
 
 A share whose stager is lost is held: its memory stays in use until the stager's next process is reached and the share
 is offered again. A small image has one share, the lead's, which is not held, as with a single stager.
@@ -56,6 +57,11 @@ class ShareTransfer(Transfer):
         super().set_state(state, reason)
         self.was_sent = self.was_sent or state in (TransferState.SENT, TransferState.STAGED)
         self._whole.on_share_changed()
+
+    @property
+    def is_reported_elsewhere(self) -> bool:
+        """The lead reports a step of which every share is staged: the flushers need neither ranks nor stagers."""
+        return self.index > 0 and self._whole.transfer.state is TransferState.STAGED
 
     def hold(self) -> bool:
         with self._whole.frozen_open_state() as is_open:

@@ -179,6 +179,8 @@ class StagerGroup:
             elif transfer.state is TransferState.STAGED and transfer.released.is_set():
                 # Not before the memory is free: the next save may follow as soon as a step is staged.
                 self.job.staged_step = max(self.job.staged_step, step)
+        if reached is TransferState.STAGED and self.job.rank == 0 and len(whole.shares) > 1:
+            self._lead.send_message(StagerMessage.all_staged(step))  # which names a step after a notice
         if reached in (TransferState.STAGED, TransferState.DURABLE):
             self._events.emit(reached.value, transfer.record.to_json(), step=step)
         elif reached in (TransferState.DECLINED, TransferState.FAILED):
@@ -208,9 +210,7 @@ class StagerGroup:
     def _on_link_lost(self, index: int, error: HoldfastError) -> None:
         with self._lock:
             if self.job.problem is None:
-                # `agree` raises the lead's own error, too, and `is_last_loss` compares by identity.
-                is_own = index == 0 or isinstance(error, ThreadDied)
-                self.job.mark_lost(error if is_own else type(error)(f"{self._links[index].name}: {error}"))
+                self.job.mark_lost(self._loss_of(index, error))
             elif isinstance(error, ThreadDied):
                 self.job.problem = error
         if index == 0 and not self._lead.is_awaited:
@@ -218,6 +218,12 @@ class StagerGroup:
                 member.drop_stager(
                     PeerLost(f"{self._lead.name} is lost, and with it the attempt of the others")
                 )
+
+    def _loss_of(self, index: int, error: HoldfastError) -> HoldfastError:
+        """Return the error of one link as the group's; it names a stager other than the lead."""
+        # `agree` raises the lead's own error, too, and `is_last_loss` compares by identity.
+        is_own = index == 0 or isinstance(error, ThreadDied)
+        return error if is_own else type(error)(f"{self._links[index].name}: {error}")
 
     def _on_link_recovered(self) -> None:
         attempt = self._lead.job.attempt
@@ -229,7 +235,13 @@ class StagerGroup:
                 member.drop_stager(PeerLost(reason))
         with self._lock:
             jobs = [link.job for link in self._links]
-            if self.job.problem is None or any(job.problem or job.attempt != attempt for job in jobs):
+            if self.job.problem is None or isinstance(self.job.problem, ThreadDied):
+                return
+            for index, job in enumerate(jobs):
+                if (problem := job.problem) is not None:
+                    self.job.replace_problem(self._loss_of(index, problem))
+                    return
+            if any(job.attempt != attempt for job in jobs):
                 return
             if attempt != self.job.attempt:
                 self.job.rejoin(attempt)

@@ -28,6 +28,11 @@ class StagerMessage(NamedTuple):
         return cls(lambda attempts: wire.encode(Kind.FITS, attempt=attempts[-1], step=step))
 
     @classmethod
+    def all_staged(cls, step: int) -> StagerMessage:
+        """Say that each of several stagers has staged its share of `step`; rank 0 only."""
+        return cls(lambda attempts: wire.encode(Kind.ALL_STAGED, attempt=attempts[-1], step=step))
+
+    @classmethod
     def doubt(cls, doubt: Doubt) -> StagerMessage:
         """Say that steps of this rank may be torn; the stager tells all ranks and the flusher."""
 

@@ -157,6 +157,8 @@ class Connector:
                 return ConfigError(
                     f"{what}; start as many ranks as the stager expects, or start it without --ranks"
                 )
+            case Status.SHARE:
+                return ConfigError(what)
             case Status.KEY:
                 return ConfigError(f"{what}; give both the same in HOLDFAST_KEY or HOLDFAST_KEY_FILE")
             case Status.LOST:

@@ -188,6 +188,7 @@ class Staging:
         self._wait_for_capture: Callable[[], None] | None = None
         self._mirror: Mirror | None = None
         self._has_copied_host = False  # beside the mirror, all gated host tensors
+        self._is_complete = False
         self._on_ready: Callable[[], None] = lambda: None
         for frame in frames_of(skeleton.layout, skeleton.rank):
             offset = frame.offset
@@ -212,6 +213,10 @@ class Staging:
         """Whether the frame at `offset` is complete for the checkpoint that is now in the area."""
         return self._copies_left[self._frame_at[offset]] == 0
 
+    def is_complete(self) -> bool:
+        """Whether the area holds the whole slice of the checkpoint; for an empty slice, whether its copy is over."""
+        return self._is_complete
+
     def on_frames_ready(self, ready: Callable[[], None]) -> None:
         """Register `ready`, which the copy thread calls whenever frames have become ready."""
         self._on_ready = ready
@@ -232,7 +237,7 @@ class Staging:
         `copy_gated` reads none and needs no gate for them.
         """
         self._copies_left = [*self._copies_at_first]
-        self._has_copied_host = False
+        self._is_complete = self._has_copied_host = False
         self._mirror = self._wait_for_capture = None
         self.fill(contents)
         spared: frozenset[int] = frozenset()
@@ -345,6 +350,7 @@ class Staging:
         if not self._plan.gated and not cancelled():
             self._copies_left = [0] * len(self._copies_left)
             self._on_ready()
+        self._is_complete = not cancelled()
 
     def _copy_mirror(self, mirror: Mirror, slice_: SliceSources, cancelled: Callable[[], bool]) -> None:
         has_landed = False

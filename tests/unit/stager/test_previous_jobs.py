@@ -76,7 +76,7 @@ def test_the_wait_ends_and_says_what_was_not_waited_for(ring: Ring, caplog: pyte
     assert previous_jobs.may_restore(ring, 2), "once is enough: what comes later is not held up again"
 
 
-def test_a_step_whole_in_the_ring_is_not_waited_for(ring: Ring) -> None:
+def test_a_step_whole_in_the_ring_is_not_waited_for(ring: Ring, caplog: pytest.LogCaptureFixture) -> None:
     made = made_up(3, entries=10, chunk_bytes=4096, ranks=2, entry_bytes_max=6000)
     digest, chunks = ring.put_layout(made.layout), made.layout.chunks
     assert 1 < chunks < 8
@@ -93,4 +93,7 @@ def test_a_step_whole_in_the_ring_is_not_waited_for(ring: Ring) -> None:
     assert not PreviousJobs(10, clock=Clock()).may_restore(ring, 2)
     ring.remove_checkpoint(1, 9)
     share = PreviousJobs(10, share=lambda layout: range(1, layout.chunks), clock=Clock())
+    caplog.clear()
     assert share.may_restore(ring, 2), "another stager has the first chunk"
+    assert "this stager's share of step 7" in caplog.text
+    assert "if the other stagers have staged theirs" in caplog.text

@@ -57,6 +57,54 @@ def test_a_rank_that_declines_a_staged_step_takes_the_share_back(make: Make) -> 
     assert [rank for rank, _ in bench.port.told(Kind.DECLINED)] == [0, 1]
 
 
+def _appoint(bench: Bench) -> int:
+    """A rank gets a notice; return the step that all ranks are to save."""
+    notice = {"kind": "terminate", "seconds_left": 100.0, "source": "aws", "said_by": "", "rank": -1}
+    bench.port.say(1, Kind.NOTICE, body=wire.to_json(notice))
+    bench.turn()
+    for _ in range(2):
+        asked = bench.port.told(Kind.SAVE_AT)[-1][1]
+        for rank in range(2):
+            bench.port.say(rank, Kind.AT, step=5, arg=asked.arg, body=wire.to_json({"step_seconds": 0.05}))
+        bench.turn()
+    return bench.port.told(Kind.SAVE_AT)[-1][1].step
+
+
+@pytest.mark.parametrize("by", ["rank 0", "the flusher"])
+def test_after_a_notice_a_step_is_staged_once_every_stager_has_staged_its_share(make: Make, by: str) -> None:
+    bench = make(LEAD)
+    step = _appoint(bench)
+    bench.offer_all(step)
+    bench.pay_all(step)
+    assert bench.happened("staged")
+    assert not bench.happened("emergency_staged")
+    if by == "rank 0":
+        bench.port.say(0, Kind.ALL_STAGED, step=step)
+    else:
+        bench.flusher.send("durable", attempt=3, step=step, file="f", pgt2_seconds=1.0, record={})
+    bench.turn()
+    assert [one["saved_step"] for one in bench.happened("emergency_staged")] == [step]
+
+
+def test_after_a_notice_another_step_is_named_if_another_share_fails(make: Make) -> None:
+    bench = make(LEAD)
+    step = _appoint(bench)
+    bench.offer_all(step)
+    bench.pay_all(step)
+    asked = len(bench.port.told(Kind.SAVE_AT))
+    bench.port.say(1, Kind.DECLINE, step=step, body=b"late: stager 2/2 has failed")
+    bench.turn()
+    assert len(bench.port.told(Kind.SAVE_AT)) > asked
+    assert not bench.happened("emergency_staged")
+
+
+def test_only_rank_0_says_that_all_shares_are_staged(make: Make) -> None:
+    bench = make(LEAD)
+    bench.port.say(1, Kind.ALL_STAGED, step=1)
+    bench.turn()
+    assert bench.service.lost_ranks == {1}
+
+
 def test_welcome_says_which_share_it_is(make: Make) -> None:
     bench = make(MEMBER)
     bench.port.say(0, Kind.HELLO, attempt=0, body=wire.to_json({"host": "a", "pid": 1}))

@@ -96,11 +96,14 @@ class FakePort:
 
 
 class Source:
-    def __init__(self, rank: int) -> None:
-        self.data = bytes(range(256)) * (area_bytes(LAYOUT, rank) // 256 + 1)
-        self.ready = area_bytes(LAYOUT, rank)
+    """Bytes of one rank's slice. `ready`: how many are in place; -1: an empty slice is not complete either."""
+
+    def __init__(self, rank: int, layout: Layout = LAYOUT) -> None:
+        self.nbytes = area_bytes(layout, rank)
+        self.data = bytes(range(256)) * (self.nbytes // 256 + 1)
+        self.ready = self.nbytes
         self.views = 0
-        self.frames = {frame.offset: frame.nbytes for frame in frames_of(LAYOUT, rank)}
+        self.frames = {frame.offset: frame.nbytes for frame in frames_of(layout, rank)}
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         self.views += 1
@@ -109,6 +112,9 @@ class Source:
     def is_ready(self, offset: int) -> bool:
         end = offset + self.frames[offset]
         return end <= self.ready
+
+    def is_complete(self) -> bool:
+        return self.nbytes <= self.ready
 
 
 def until(condition: Callable[[], object]) -> None:

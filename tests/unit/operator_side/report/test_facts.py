@@ -458,3 +458,14 @@ def test_the_restored_one_of_two_checkpoints_of_a_step_counts(tmp_path: Path) ->
         told.append((at, role, event, {**fields, "of_attempt": 4} if is_it else fields))
     (back,) = [one for one in facts_of(written(tmp_path / "log", told)).attempts if one.restored_step == 10]
     assert back.restored_attempt == 4
+
+
+def test_a_checkpoint_of_several_stagers_is_staged_once_all_shares_are(tmp_path: Path) -> None:
+    lines: list[Line] = [(50.0, "stager", "stager_ready", {"attempt": 4, "ranks": 2})]
+    fields = {"step": 5, "image_bytes": 1 << 20, "pgt1_seconds": 1.0}
+    lines.append((60.0, "stager", "staged", {**fields, "share": "1/2"}))
+    (row,) = facts_of(written(tmp_path / "one", lines)).checkpoints.rows
+    assert (row.state, row.staged_at_unix) == ("saving", None)
+    lines.append((62.0, "stager", "staged", {**fields, "share": "2/2", "pgt1_seconds": 3.0}))
+    (row,) = facts_of(written(tmp_path / "both", lines)).checkpoints.rows
+    assert (row.state, row.staged_at_unix, row.pgt1_seconds) == ("staged", T0 + 62.0, 3.0)

@@ -363,6 +363,15 @@ def test_each_share_of_the_step_in_flight_is_told_from_rings_and_seals() -> None
     assert found.document()["shares"][1] == {"attempt": 1, "step": 15, "share": "2/4", "state": "receiving"}
 
 
+@pytest.mark.parametrize(("second", "newest"), [("receiving", None), ("staged", 15)])
+def test_a_step_counts_as_staged_once_every_share_is(second: str, newest: int | None) -> None:
+    lead = said("flusher", checkpoint(15, share="1/2"))
+    other = ShareSnapshot(1, ring(in_ring(15, second)), said("flusher", checkpoint(15, share="2/2")))
+    found = status(ring=ring(in_ring(15)), flusher_document=lead, others=(other,))
+    level = found.levels.get("staged")
+    assert (None if level is None else level.step) == newest
+
+
 def test_on_the_machine_of_another_share_its_own_ring_is_its_own_share() -> None:
     own = said("flusher", checkpoint(15, share="2/2"))
     found = status(ring=ring(in_ring(15)), flusher_document=own)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 
 from holdfast.crc import crc32
+from holdfast.image.entries import REPLICATED, Entry
+from holdfast.image.layout import Layout
+from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import area_bytes
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
-from tests.unit.trainer_side.stager_port import LAYOUT, SECONDS_MAX, FakePort, Source, offer, until
+from tests.unit.trainer_side.stager_port import CHUNK, LAYOUT, SECONDS_MAX, FakePort, Source, offer, until
 from trainer_side.link.link import Link
 from trainer_side.transfer import TransferState
 
@@ -81,3 +84,19 @@ def test_done_carries_the_fingerprints_and_the_record_does_not(link: Link, port:
     assert "replicas" not in transfer.record.to_json()
     assert transfer.frames_left == 0
     assert transfer.frames == len(list(LAYOUT.sent_frames(0)))
+
+
+def test_a_rank_without_frames_says_done_once_its_save_is_complete(link: Link, port: FakePort) -> None:
+    small = Layout(CHUNK, CHUNK, 2, (Entry("a", 64, CHUNK - 128, REPLICATED, ()),))
+    assert not small.frames[0]
+    source = Source(0, small)
+    source.ready = -1
+    transfer = link.offer(1, source, SaveRecord(saved_at_unix=time.time()), small)
+    until(lambda: port.of(Kind.OFFER))
+    polls = port.polls
+    until(lambda: port.polls > polls + 20)
+    assert not port.of(Kind.DONE)
+    transfer.fingerprints = "AAAA"
+    source.ready = 0
+    until(lambda: port.of(Kind.DONE))
+    assert wire.json_body(port.of(Kind.DONE)[0])["replicas"] == "AAAA"

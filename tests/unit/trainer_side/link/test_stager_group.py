@@ -14,9 +14,11 @@ import pytest
 from holdfast.errors import PeerLost
 from holdfast.image.save_record import SaveRecord
 from holdfast.image.shares import LOST_STAGER_SECONDS_MAX, Shares
+from holdfast.image.slices import area_bytes
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from holdfast.wire.welcome import Welcome
 from tests.unit.trainer_side.stager_port import CHUNK, LAYOUT, SECONDS_MAX, FakePort, Source, make, until
@@ -110,6 +112,23 @@ def test_each_stager_gets_the_frames_of_its_share_and_the_layout(scene: Scene) -
         assert len(port.of(Kind.LAYOUT)) == len(port.of(Kind.OFFER)) == 1
 
 
+def test_the_lead_gets_the_fingerprints_of_a_rank_that_sends_it_nothing(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, rank=1)
+    assert not [chunk for chunk, _ in LAYOUT.sent_frames(1) if SHARES.owner(chunk) == 0]
+    source, lead = Source(1), scene.ports[0]
+    source.ready = 0
+    transfer = scene.offer(source=source)
+    until(lambda: lead.of(Kind.OFFER))
+    polls = lead.polls
+    until(lambda: lead.polls > polls + 20)
+    assert not lead.of(Kind.DONE)
+    transfer.fingerprints = "AAAA"
+    source.ready = area_bytes(LAYOUT, 1)
+    until(lambda: lead.of(Kind.DONE))
+    assert wire.json_body(lead.of(Kind.DONE)[0])["replicas"] == "AAAA"
+    scene.group.close(seconds_max=0.0)
+
+
 def test_a_credit_for_another_stagers_chunk_goes_back(scene: Scene) -> None:
     scene.offer()
     scene.ports[0].say(Kind.CREDIT, step=1, chunk=FRAMES[1][0], arg=5)
@@ -141,6 +160,21 @@ def test_a_step_is_staged_and_its_memory_free_when_every_share_is_staged(scene: 
     assert transfer.ended.wait(SECONDS_MAX)
     assert (transfer.state, scene.group.job.durable_step) == (TransferState.DURABLE, 1)
     until(lambda: scene.emitted() == [("staged", 1), ("durable", 1)])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_tells_the_lead_when_every_share_is_staged(tmp_path: Path, rank: int) -> None:
+    scene = Scene(tmp_path, rank=rank)
+    scene.offer(source=Source(rank))
+    for port in scene.ports:
+        assert not scene.ports[0].of(Kind.ALL_STAGED)
+        port.say(Kind.STAGED, step=1)
+        port.say(Kind.BEAT)
+        until(lambda port=port: port.of(Kind.BEAT))  # type: ignore[misc]
+    until(lambda: scene.emitted() == [("staged", 1)])
+    scene.group.close(seconds_max=0.0)
+    assert [frame.step for frame in scene.ports[0].of(Kind.ALL_STAGED)] == [1] * (rank == 0)
+    assert not scene.ports[1].of(Kind.ALL_STAGED)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -224,6 +258,17 @@ def test_a_member_may_not_name_a_step_that_all_save(scene: Scene) -> None:
     scene.ports[1].say(Kind.SAVE_AT, step=9, arg=1)
     until(lambda: scene.group.job.problem)
     assert "which only ranks may send, or the first of several stagers" in str(scene.group.job.problem)
+
+
+def test_the_problem_names_the_stager_that_is_lost_now(again: Scene) -> None:
+    again.lose(1, comes_again=False)
+    again.closed.add(0)
+    again.ports[0].dead = True
+    until(lambda: again.group.job.lead_problem)
+    assert str(again.group.job.problem).startswith("stager 2/2: ")
+    again.closed.discard(1)
+    until(lambda: again.group.job.problem is again.group.job.lead_problem)
+    assert again.group.job.problem is not None
 
 
 def test_a_member_that_is_back_is_saved_to_again(tmp_path: Path) -> None:
@@ -337,6 +382,23 @@ def test_a_share_that_the_stager_before_had_staged_is_not_sent_again(again: Scen
     assert transfer.released.wait(SECONDS_MAX)
     assert transfer.state is TransferState.STAGED
     assert not again.ports[1].of(Kind.SENT) + again.ports[1].of(Kind.DONE)
+
+
+@pytest.mark.parametrize("outcome", [Kind.DURABLE, Kind.FAILED])
+def test_a_staged_step_ends_as_the_lead_says_although_another_stager_is_lost(
+    again: Scene, outcome: Kind
+) -> None:
+    transfer = again.offer()
+    for index in range(STAGERS):
+        again.send(index)
+        again.ports[index].say(Kind.STAGED, step=1)
+    assert transfer.settled.wait(SECONDS_MAX)
+    again.lose(1, comes_again=False)
+    time.sleep(0.02)
+    assert not transfer.ended.is_set()
+    again.ports[0].say(outcome, step=1, body={"code": "store", "message": "share 2 of 2 is lost"})
+    assert transfer.ended.wait(SECONDS_MAX)
+    until(lambda: again.emitted() == [("staged", 1), (outcome.name.lower(), 1)])
 
 
 def test_a_stager_may_be_lost_twice(again: Scene) -> None:

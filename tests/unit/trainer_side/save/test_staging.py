@@ -37,7 +37,7 @@ def _state() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "note": "plain"}
 
 
-def _plan(state: dict[str, Any], rank: int) -> tuple[Skeleton, Capture]:
+def _plan(state: dict[str, Any], rank: int, *, chunk_bytes: int = CHUNK_BYTES) -> tuple[Skeleton, Capture]:
     tree = collect(state)
     proposed = table(state, tree, rank=0, ranks=RANKS)
     skeleton = plan(
@@ -45,7 +45,7 @@ def _plan(state: dict[str, Any], rank: int) -> tuple[Skeleton, Capture]:
         classify(state, tree),
         rank=rank,
         ranks=RANKS,
-        chunk_bytes=CHUNK_BYTES,
+        chunk_bytes=chunk_bytes,
         agreed=Agreement(-(-proposed.pickle_bytes // CHUNK_BYTES) * CHUNK_BYTES, {}),
     )
     taken = capture(tree, skeleton)
@@ -202,6 +202,7 @@ def test_a_cancelled_copy_never_says_it_is_complete() -> None:
         "the tensors are given back all the same"
     )
     assert watcher.told[-1][2] < frozenset(watcher.frames)
+    assert not watcher.staging.is_complete()
 
 
 def test_the_next_checkpoint_starts_from_nothing() -> None:
@@ -209,6 +210,25 @@ def test_the_next_checkpoint_starts_from_nothing() -> None:
     watcher = _fill(_staging(skeleton), skeleton, taken)
     watcher.staging.copy_now(taken.sources, taken.contents)
     assert len(watcher.ready()) < len(watcher.frames)
+    assert not watcher.staging.is_complete()
+
+
+@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1 << 20], ids=["frames", "no frames"])
+def test_an_area_is_complete_once_its_copy_is_over(chunk_bytes: int) -> None:
+    skeleton, taken = _plan(_state(), 0, chunk_bytes=chunk_bytes)
+    assert bool(frames_of(skeleton.layout, 0)) == (chunk_bytes == CHUNK_BYTES)
+    staging = _staging(skeleton)
+    staging.copy_now(taken.sources, taken.contents)
+    assert not staging.is_complete()
+    staging.copy_gated(
+        taken.sources,
+        _route(skeleton, taken),
+        after=None,
+        cancelled=lambda: False,
+        release=lambda _: None,
+        on_all_read=lambda: None,
+    )
+    assert staging.is_complete()
 
 
 def _swap(model: Any, chance: random.Random) -> None:

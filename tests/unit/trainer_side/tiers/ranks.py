@@ -87,6 +87,9 @@ class Area:
     def is_ready(self, offset: int) -> bool:
         return offset in self.ready
 
+    def is_complete(self) -> bool:
+        return len(self.ready) == len(self.frames)
+
 
 def _aligned(nbytes: int) -> memoryview:
     import mmap

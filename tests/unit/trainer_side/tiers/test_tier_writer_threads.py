@@ -28,6 +28,9 @@ class _Area:
     def is_ready(self, offset: int) -> bool:
         return offset in self.ready
 
+    def is_complete(self) -> bool:
+        return len(self.ready) == FRAMES
+
     def view(self, offset: int, nbytes: int) -> memoryview:
         return memoryview(bytes(FRAMES * FRAME_BYTES))[offset : offset + nbytes]
 

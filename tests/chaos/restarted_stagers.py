@@ -1,0 +1,155 @@
+"""Standing stagers of one file that are killed and started again within the job: no step is lost.
+
+    moment    a point in the second checkpoint, before every share is staged
+    victims   the first stager, which leads, the second, or both; with or without their flushers
+    then      each killed stager is started again at its address; the ranks send it its share again
+
+The job is never started again: it takes all its checkpoints as if nothing had died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from holdfast.faultpoint import VARIABLE
+from tests.chaos.cells import RANKS, SAVES
+from tests.chaos.scenario import END_SECONDS_MAX, wait_until_stopped
+from tests.chaos.share_scenario import ShareScenario
+from tests.support.events import read_events
+from tests.support.standing_stager import StandingProcess
+
+__all__ = ["RESTART_CELLS", "RestartCell", "play_restart"]
+
+_RECONNECT_SECONDS = "2"  # of the ranks, until a stager counts as lost
+
+
+class RestartCell(NamedTuple):
+    """One run. `where`: process and point; `number`: which time, from 1. `share`: the stager that has the fault."""
+
+    moment: str
+    where: str
+    number: int
+    share: int
+    who: str
+    victims: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """In test ids and results."""
+        return f"{self.moment}, started again x {self.who}"
+
+    @property
+    def regular(self) -> bool:
+        """Whether `make check` runs it."""
+        return self.name in _REGULAR
+
+
+_REGULAR = {
+    "a frame sent, started again x both stagers",
+    "a chunk full, started again x first stager and flusher",
+}
+_WHO: Mapping[str, tuple[str, ...]] = {
+    "first stager": ("stager:0",),
+    "second stager": ("stager:1",),
+    "both stagers": ("stager:0", "stager:1"),
+    "first stager and flusher": ("stager:0", "flusher:0"),
+    "second stager and flusher": ("stager:1", "flusher:1"),
+    "both, and both flushers": ("stager:0", "flusher:0", "stager:1", "flusher:1"),
+}
+_BY_A_RANK = (("a frame sent", "rank:1@frame_sent", 17), ("a slice sent", "rank:1@slice_sent", 3))
+_BY_THE_STAGER = (
+    ("a chunk received", "stager@chunk_received", 15),
+    ("a chunk full", "stager@chunk_full", 15),
+    ("its share whole, not staged", "stager@sealed", 2),
+    ("its share staged, not told", "stager@staged", 2),
+)
+
+
+def _cells() -> Iterator[RestartCell]:
+    for moment, where, number in _BY_A_RANK:
+        for who, victims in _WHO.items():
+            yield RestartCell(moment, where, number, 0, who, victims)
+    for moment, where, number in _BY_THE_STAGER:
+        for who, victims in _WHO.items():
+            if len({victim.partition(":")[2] for victim in victims}) == 1:
+                yield RestartCell(moment, where, number, int(victims[0][-1]), who, victims)
+
+
+RESTART_CELLS = tuple(_cells())
+
+
+class RestartScenario(ShareScenario):
+    """A scenario whose killed stagers are started again, and whose job goes on."""
+
+    def __init__(self, directory: Path, reference: Path, *, share: int) -> None:
+        super().__init__(directory, reference, share=share, untold=False, then=2)
+        self._begun_with: tuple[dict[str, str], Path, tuple[str, ...]] = ({}, directory, ())
+
+    def _standing(
+        self, env: Mapping[str, str], log: Path, settings: tuple[str, ...]
+    ) -> list[StandingProcess]:
+        unarmed = {name: value for name, value in env.items() if name != VARIABLE}
+        self._begun_with = unarmed, log, settings
+        return super()._standing(env, log, settings)
+
+    def restart(self, cell: RestartCell) -> RestartScenario:
+        """Train to the end; at the moment, kill the victims and start their stagers again."""
+        by_itself = cell.where.startswith("stager@") and len(cell.victims) == 1
+        fault = f"{cell.where}#{cell.number}={'kill' if by_itself else 'stop'}"
+        with self._start(fault, HOLDFAST_RECONNECT_SECONDS_MAX=_RECONNECT_SECONDS) as job:
+            stands = self._wait_for(job, self._markers / fault.partition("=")[0])
+            if not by_itself:
+                wait_until_stopped(stands)
+                for pid in [self._pid(victim, job, 1) for victim in cell.victims]:
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stands, signal.SIGCONT)
+            for victim in cell.victims:
+                role, _, index = victim.partition(":")
+                if role == "stager":
+                    self._start_again(int(index))
+            job.succeed(END_SECONDS_MAX)
+            self._wait_for_stager()
+        return self
+
+    def _start_again(self, index: int) -> None:
+        env, log, settings = self._begun_with
+        before = self._stagers[index]
+        before.process.wait(END_SECONDS_MAX)
+        self._stagers[index] = StandingProcess(
+            self._place.url,
+            env,
+            log.with_suffix(f".stager-{index + 1}-again.log"),
+            (*settings, "--share", f"{index + 1}/2"),
+            listen=before.address,
+        )
+
+    def check_nothing_was_lost(self) -> None:
+        """Check that the job, in one attempt, took every checkpoint."""
+        self.check()
+        assert self._events("durable", "flusher") == set(SAVES), self._all_said()
+        assert {said["attempt"] for said in self._of_ranks("stager_back")} == {1}, self._all_said()
+        for kind in ("declined", "failed"):
+            steps = {said["step"] for said in self._of_ranks(kind)}
+            # A rank that loses the first stager does not hear that an earlier step has become durable.
+            assert steps <= {SAVES[0]}, f"{kind} are {steps}:\n{self._all_said()}"
+        backs = len(self._of_ranks("stager_back"))
+        assert backs % RANKS == 0, f"{backs} ranks have reached a stager again:\n{self._all_said()}"
+
+    def _of_ranks(self, kind: str) -> list[dict[str, Any]]:
+        said = read_events(self._event_log(1))
+        return [one for one in said if (one["event"], one["role"]) == (kind, "trainer")]
+
+
+def play_restart(cell: RestartCell, request: pytest.FixtureRequest, directory: Path) -> None:
+    """Kill, start again, check."""
+    reference = request.getfixturevalue("directory_reference")
+    with contextlib.closing(RestartScenario(directory, reference, share=cell.share)) as scenario:
+        scenario.restart(cell).check_nothing_was_lost()
