@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from examples.demo.story import Outcome, Played
 
 _WIDTH_INCHES, _HEIGHT_INCHES = 7.2, 2.9
-# Colours with enough contrast on white and on dark pages, as the picture has no background.
-_TEXT, _UNINTERRUPTED, _KILLED, _RESUMED = "#768390", "#8c959f66", "#1f883d", "#e5534b"
+# The picture has no background. A dark page takes the second colour of each pair: no grey is readable on both.
+_TEXT, _UNINTERRUPTED, _KILLED, _RESUMED = "#57606a", "#afb8c1", "#1a7f37", "#cf222e"
+_ON_DARK = {_TEXT: "#9da7b3", _UNINTERRUPTED: "#545d68", _KILLED: "#3fb950", _RESUMED: "#ff7b72"}
 
 
 def draw(outcome: Outcome, path: Path) -> bool:
@@ -59,7 +60,18 @@ def draw(outcome: Outcome, path: Path) -> bool:
     axes.spines[["bottom", "left"]].set_color(_TEXT)
     axes.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.78), labelcolor=_TEXT)
     figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Creator": "make demo"})
+    path.write_text(_follow_scheme(path.read_text(encoding="utf-8")), encoding="utf-8")
     return True
+
+
+def _follow_scheme(svg: str) -> str:
+    """Add the colours of a dark page. They override those of the elements, which any other viewer shows."""
+    rules = "".join(
+        f'[style*="{name}: {light}"]{{{name}: {dark} !important}}'
+        for light, dark in _ON_DARK.items()
+        for name in ("fill", "stroke")
+    )
+    return svg.replace("</style>", f"@media (prefers-color-scheme: dark){{{rules}}}</style>", 1)
 
 
 def _line(axes: Any, played: Played, label: str, **style: Any) -> None:

@@ -16,6 +16,7 @@ from operator_side.page.render_page import render_page
 from operator_side.page.words import dollars, moment
 from operator_side.report.attempts import ReportedAttempt
 from operator_side.report.facts import RunFacts
+from operator_side.report.goodput import Interruption
 from operator_side.report.run_charts import durations_chart, losses_chart, timeline_chart
 from operator_side.report.run_tiles import Tile, run_tiles
 from operator_side.status.loss import Loss
@@ -62,9 +63,10 @@ def live_page(
     """
     ranks = sorted(status.ranks, key=lambda rank: rank.rank) if status.ranks_total >= _STRIP_MIN else []
     rows = _checkpoints(status, facts)
+    interruptions = facts.interruptions[-_ATTEMPTS_SHOWN:] if facts is not None else []
     charts = [
-        ("losses", "Loss", losses_chart(_thinned(_losses(status, facts)))),
-        ("progress", "Progress", _progress(rows)),
+        ("losses", "Loss", losses_chart(_thinned(_losses(status, facts)), interruptions)),
+        ("progress", "Progress", _progress(rows, interruptions)),
         ("durations", "How long checkpoints took", durations_chart(rows)),
     ]
     if facts is not None:
@@ -176,10 +178,15 @@ def _checkpoints(status: RunStatus, facts: RunFacts | None) -> Sequence[Checkpoi
     return _thinned(max(logged, status.checkpoints, key=len))
 
 
-def _progress(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
+def _progress(
+    rows: Sequence[CheckpointRow | CheckpointStatus], interruptions: Sequence[Interruption]
+) -> Chart:
     """Chart the saved steps over time: the line falls at a loss."""
     points = sorted((at, row.step) for row in rows if (at := row.saved_at_unix))
-    series = [Series("saved steps", "training", points=points)]
+    series = [
+        Series("saved steps", "training", points=points),
+        Series("killed or lost", "lost", marks=[one.attempt.stopped_at_unix for one in interruptions]),
+    ]
     text = "The steps of the checkpoints over the time of their save()."
     return Chart("progress", text, "time", series, y="step", x_title="time (UTC)", y_title="step")
 

@@ -27,12 +27,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Spans, or the points of a line, with one meaning."""
+    """Spans, the points of a line, or marks from top to bottom, with one meaning."""
 
     name: str
     colour: Colour
     spans: Sequence[Span] = ()
     points: Sequence[tuple[float, float]] = ()
+    marks: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Chart:
             "yTitle": self.y_title,
             "lanes": list(self.lanes),
             "logarithmic": self.is_logarithmic,
-            "series": [_series(one) for one in self.series if one.spans or one.points],
+            "series": [_series(one) for one in self.series if one.spans or one.points or one.marks],
         }
 
 
@@ -70,4 +71,4 @@ def _series(one: Series) -> dict[str, object]:
         for span in one.spans
     ]
     data += [{"x": x, "y": y} for x, y in one.points]
-    return {"name": one.name, "colour": one.colour, "data": data}
+    return {"name": one.name, "colour": one.colour, "data": data, "marks": list(one.marks)}

@@ -42,9 +42,21 @@
     };
   }
 
+  // Lines from top to bottom, where something happened.
+  const marks = {
+    id: "marks",
+    beforeDatasetsDraw({ ctx, data, chartArea, scales }) {
+      for (const one of data.datasets) {
+        ctx.fillStyle = one.borderColor;
+        for (const at of one.marks) ctx.fillRect(scales.x.getPixelForValue(at) - 1, chartArea.top, 2, chartArea.height);
+      }
+    },
+  };
+
   function config(said) {
     const spans = said.lanes.length > 0;
-    const xs = said.series.flatMap((one) => one.data.flatMap((point) => point.x));
+    const marked = said.series.flatMap((one) => one.marks);
+    const xs = said.series.flatMap((one) => one.data.flatMap((point) => point.x)).concat(marked);
     const span = () => Math.max(...xs) - Math.min(...xs);
     const x = { type: "linear", ...axis(said.x, said.xTitle, span) };
     const y = spans
@@ -56,17 +68,21 @@
       x.min = Math.min(...xs);
       x.max = Math.max(...xs);
       x.afterBuildTicks = round;
-    } else if (said.y === "step") {
-      y.ticks.precision = 0;
+    } else if (marked.length) {
+      x.suggestedMin = Math.min(...marked);
+      x.suggestedMax = Math.max(...marked);
     }
+    if (said.y === "step") y.ticks.precision = 0;
     const value = (unit, raw) => (unit === "seconds" ? seconds(raw) : String(+raw.toPrecision(6)));
     return {
       type: spans ? "bar" : "line",
+      plugins: [marks],
       data: {
         datasets: said.series.map((one) => ({
           label: one.name,
           clip: 4, // what ends at the edge is seen
           data: one.data,
+          marks: one.marks,
           backgroundColor: colour(one.colour),
           borderColor: colour(one.colour),
           borderWidth: spans ? 0 : 2,
@@ -132,9 +148,12 @@
       for (const part of [...fresh.children]) { // a copy: a part that is taken over leaves it
         const old = document.getElementById(part.id);
         if (old.outerHTML === part.outerHTML) continue;
+        const [box, shown] = [part, old].map((one) => one.querySelector("[data-chart]"));
         const canvas = old.querySelector("canvas");
         if (canvas && drawn.has(canvas)) {
-          const next = config(JSON.parse(part.querySelector("[data-chart]").dataset.chart));
+          const next = config(JSON.parse(box.dataset.chart));
+          shown.dataset.chart = box.dataset.chart;
+          shown.firstElementChild.className = box.firstElementChild.className; // its height goes with the lanes
           Object.assign(drawn.get(canvas), { data: next.data, options: next.options });
           drawn.get(canvas).update("none");
         } else {

@@ -53,7 +53,7 @@ def report_page(facts: RunFacts, *, made_at_unix: float) -> bytes:
         timeline=timeline,
         durations=durations_chart(thinned(facts.rows, _BARS_MAX)),
         goodput_parts=goodput_chart(facts.goodput) if facts.goodput else None,
-        losses=losses_chart(thinned(facts.losses, _BARS_MAX)),
+        losses=losses_chart(thinned(facts.losses, _BARS_MAX), facts.interruptions[-_BARS_MAX:]),
         seconds={
             name: [value for row in facts.rows if (value := getattr(row, field)) is not None]
             for name, _, field in DURATIONS

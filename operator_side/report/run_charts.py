@@ -9,7 +9,7 @@ from holdfast.telemetry.status_document import CheckpointStatus
 from operator_side.page.chart import Chart, Colour, Series, Span
 from operator_side.page.words import brief, share
 from operator_side.report.attempts import ReportedAttempt
-from operator_side.report.goodput import Goodput
+from operator_side.report.goodput import Goodput, Interruption
 
 _LANES = ("job", "to staged", "to durable", "read back", "trouble")
 _PHASES: tuple[tuple[str, str, str, Colour, str], ...] = (
@@ -126,7 +126,12 @@ def durations_chart(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
     )
 
 
-def losses_chart(losses: Sequence[tuple[float, float]]) -> Chart:
-    """Chart the training loss over the steps that logged one."""
-    series = [Series("loss", "training", points=losses)]
+def losses_chart(losses: Sequence[tuple[float, float]], interruptions: Iterable[Interruption] = ()) -> Chart:
+    """Chart the training loss over the steps that logged one, with the steps that training resumed from."""
+    resumed = [one.recovery.restored_step for one in interruptions if one.recovery is not None]
+    marks = sorted({max(0, step) for step in resumed if step is not None})
+    series = [
+        Series("loss", "training", points=losses),
+        Series("killed, resumed from this step", "lost", marks=marks),
+    ]
     return Chart("losses", "The loss over the steps.", "step", series, x_title="step", y_title="loss")

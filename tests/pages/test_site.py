@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.support.job import REPOSITORY
+from tests.unit.operator_side.page.reading import contrast
 
 _SECONDS_MAX = 120.0
 _LOADED = {"src", "srcset", "data", "poster"}  # attributes whose target a browser fetches by itself
@@ -100,6 +101,13 @@ def test_no_page_has_what_makes_the_scripts_of_the_theme_ask_another_host(site: 
     drawn = re.compile(r"""class="[^"]*\bmermaid\b|data-md-component="source\"""")
     asking = [path for path in site.rglob("*.html") if drawn.search(path.read_text(encoding="utf-8"))]
     assert not asking
+
+
+def test_links_and_header_of_light_pages_have_enough_contrast(site: Path) -> None:
+    style = (site / "stylesheets/holdfast.css").read_text(encoding="utf-8")
+    colours = dict(re.findall(r"(--md-typeset-a-color|--md-primary-fg-color): (#\w{6})", style))
+    assert len(colours) == 2
+    assert {name: colour for name, colour in colours.items() if contrast(colour, "#ffffff") < 4.5} == {}
 
 
 def test_the_interface_is_there_with_what_its_docstrings_say(site: Path, seen: dict[str, Seen]) -> None:

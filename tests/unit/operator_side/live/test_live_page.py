@@ -160,6 +160,16 @@ def test_charts_go_on_with_the_logs_when_the_store_has_only_the_checkpoints_that
     assert durations["yTitle"] == "time"
 
 
+def test_kills_are_marked_in_the_progress() -> None:
+    facts = facts_of(STATUS, EVENTS)
+    progress = json.loads(Page(shown(run(2), facts)).of("figure")[0]["data-chart"] or "")
+    assert [(one["name"], one["marks"]) for one in progress["series"]] == [
+        ("saved steps", []),
+        ("killed or lost", [one.attempt.stopped_at_unix for one in facts.interruptions]),
+    ]
+    assert len(facts.interruptions) == 3
+
+
 def test_the_interval_is_said_once() -> None:
     stager = said("stager", done(30), done(45), interval_why="every 15 steps: 0.9 % stall")
     line = "interval: every 15 steps or 15.0 s, from the last two saves; auto: 0.9 % stall"

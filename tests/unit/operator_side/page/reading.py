@@ -72,6 +72,20 @@ def tiles_of(text: str) -> dict[str, str]:
     return dict(re.findall(r'<dt>([^<]*)</dt><dd class="figure">([^<]*)</dd>', text))
 
 
+def _luminance(colour: str) -> float:
+    parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours as WCAG defines it, from 1 to 21."""
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
 def loads_nothing(text: str, links: tuple[str, ...] = ("#", "data:")) -> None:
     """Check that a page loads nothing from any host, and runs only its own two scripts."""
     found = Page(text)

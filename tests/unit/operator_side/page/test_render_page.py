@@ -11,26 +11,13 @@ import pytest
 
 from operator_side.page.chart import Chart, Colour, Series, Span
 from operator_side.page.render_page import render_page
-from tests.unit.operator_side.page.reading import loads_nothing, policy_of, style_of
+from tests.unit.operator_side.page.reading import contrast, loads_nothing, policy_of, style_of
 
 _CHART_JS_SHA256 = "87364cc2b2a76a6684929e7d6b80b18a897794db38400caff1fcf1791c6925d2"
 
 
 def frame(every: float | None = None) -> str:
     return render_page("page/page.html", every=every, fragment="main").decode()
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
-    red, green, blue = (
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
-    )
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
 
 
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
@@ -71,3 +58,10 @@ def test_a_chart_is_empty_until_there_is_something_to_see() -> None:
     assert not chart.is_empty
     series: Any = chart.document()["series"]
     assert series[0]["data"] == [{"x": [1, 1], "y": "job", "text": "\\x1b[2J"}]
+
+
+def test_a_chart_names_its_marks_and_nothing_that_it_does_not_draw() -> None:
+    line, kills = Series("loss", "training", points=[(1, 2.0), (2, 1.0)]), Series("killed", "lost", marks=[2])
+    series: Any = Chart("c", "", "step", [line, kills, Series("bad", "lost")]).document()["series"]
+    assert [(one["name"], one["marks"]) for one in series] == [("loss", []), ("killed", [2])]
+    assert Chart("c", "", "step", [kills]).is_empty, "marks without a line tell nothing"

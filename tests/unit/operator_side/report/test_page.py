@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.telemetry.rows import CheckpointRow
 from operator_side.report.page import thinned
+from operator_side.report.run_charts import losses_chart
 from tests.unit.operator_side.page.reading import Page, loads_nothing, tiles_of
 from tests.unit.operator_side.report.logs import (
     EVENTS,
@@ -118,6 +119,17 @@ def test_losses_that_were_logged_are_drawn(tmp_path: Path) -> None:
     assert facts.losses == [(10, 2.5), (20, 2.0), (30, 1.5)]
     charts = [json.loads(one["data-chart"] or "") for one in Page(page_of(facts)).of("figure")]
     assert [point["y"] for point in charts[-1]["series"][0]["data"]] == [2.5, 2.0, 1.5]
+
+
+def test_kills_are_marked_in_the_loss_where_training_resumed() -> None:
+    interruptions = facts_of(STATUS, EVENTS).interruptions
+    resumed = [one.recovery.restored_step for one in interruptions if one.recovery is not None]
+    chart = losses_chart([(1, 2.0), (64, 1.0)], interruptions)
+    assert [(one.name, list(one.marks)) for one in chart.series] == [
+        ("loss", []),
+        ("killed, resumed from this step", sorted({max(0, step) for step in resumed if step is not None})),
+    ]
+    assert chart.series[1].marks
 
 
 def test_page_is_accessible() -> None:
