@@ -295,9 +295,12 @@ class Layout:
         for chunk in range(self.chunks):
             by_rank: dict[int, list[Extent]] = {}
             for segment in self.segments(chunk):
-                extent = Extent(segment.offset, segment.nbytes)
-                by_rank.setdefault(self.sender(chunk, segment), []).append(extent)
-            result.append({rank: tuple(merge_adjacent(extents)) for rank, extents in by_rank.items()})
+                mine = by_rank.setdefault(self.sender(chunk, segment), [])
+                if mine and mine[-1].end == segment.offset:
+                    mine[-1] = Extent(mine[-1].offset, mine[-1].nbytes + segment.nbytes)
+                else:
+                    mine.append(Extent(segment.offset, segment.nbytes))
+            result.append({rank: tuple(extents) for rank, extents in by_rank.items()})
         return tuple(result)
 
     @cached_property
