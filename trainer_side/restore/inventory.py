@@ -62,7 +62,7 @@ _NEARNESS = {
 class TierListing:
     """The slices that all ranks have found."""
 
-    # Of this rank, by `Holder.number`.
+    # This rank has found them, by `Holder.number`.
     own: list[tuple[SliceKeeper, SealedSlice]] = field(default_factory=list)
     holders: list[Holder] = field(default_factory=list)
     # Why tiers of any rank could not be listed, and damage in them.
