@@ -312,12 +312,14 @@ class _TensorIndex:
 def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
     """Check that the zip's central directory states the CRC and size of each entry; return the differences."""
     plain = plain_directory(store, manifest.file, manifest.image_bytes)
-    if plain is not None and all(
-        entry.name.isascii()
-        and plain.get(entry.name.encode()) == (entry.crc32, entry.nbytes, zipfile.ZIP_STORED)
-        for entry in manifest.entries
-    ):
-        return []
+    if plain is not None:
+        for entry in manifest.entries:
+            if not entry.name.isascii():
+                break
+            if plain.get(entry.name.encode()) != (entry.crc32, entry.nbytes, zipfile.ZIP_STORED):
+                break
+        else:
+            return []
     try:
         with zipfile.ZipFile(RangedFile(store, manifest.file, manifest.image_bytes)) as archive:
             infos = {info.filename: info for info in archive.infolist()}
