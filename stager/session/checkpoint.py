@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
@@ -43,6 +44,7 @@ class Checkpoint:
         ranks: How many must send. `begun_at`: time of the first offer.
         digests: rank → layout digest it offered. `records`: rank → its record. `done`: ranks that sent DONE.
         fingerprints: rank → fingerprints of its replicas, if it sent them.
+        early_fingerprints: The same, as they came before the layout was known.
         chunks: The chunks that this stager receives: all of them, or its share.
         part_chunks: How many chunks the flusher writes at a time.
         queue: The chunks without a slot; None until all ranks have offered, and after the end.
@@ -61,6 +63,7 @@ class Checkpoint:
     records: dict[int, SaveRecord] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     fingerprints: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    early_fingerprints: dict[int, Any] = field(default_factory=dict)
     layout: Layout | None = None
     chunks: range = range(0)
     part_chunks: int = 1

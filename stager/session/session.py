@@ -295,6 +295,12 @@ class Session:
             return
         self._inherited.pop(checkpoint.step, None)
         checkpoint.prepare(layout, chunks, self._now)
+        try:
+            for rank, text in checkpoint.early_fingerprints.items():
+                checkpoint.fingerprints[rank] = self._replicas.read(layout, text)
+        except ProtocolError as error:
+            self._fail(checkpoint, error)
+            return
         self._actions.append(BeginReceiving(checkpoint.step, layout))
 
     def _on_decline(self, event: Decline) -> None:
@@ -333,9 +339,13 @@ class Session:
         checkpoint = self._open.get(event.step)
         if checkpoint is None or not checkpoint.under_way:
             return  # the checkpoint has ended meanwhile; drop the record
-        fingerprints = event.fingerprints
-        if fingerprints is not None and self._on_divergence != "off" and checkpoint.layout is not None:
-            checkpoint.fingerprints[event.rank] = self._replicas.read(checkpoint.layout, fingerprints)
+        if event.fingerprints is not None and self._on_divergence != "off":
+            if checkpoint.layout is None:  # a rank without frames here may be done before all have offered
+                checkpoint.early_fingerprints[event.rank] = event.fingerprints
+            else:
+                checkpoint.fingerprints[event.rank] = self._replicas.read(
+                    checkpoint.layout, event.fingerprints
+                )
         checkpoint.records.setdefault(event.rank, SaveRecord()).update(event.record)
         checkpoint.done.add(event.rank)
         self._stage_if_complete(checkpoint)

@@ -1,7 +1,7 @@
 """Standing stagers of one file that are killed and started again within the job: no step is lost.
 
-    moment    a point in the second checkpoint, before every share is staged
-    victims   the first stager, which leads, the second, or both; with or without their flushers
+    moment    a point in the second checkpoint, before every share is staged, at which a stager stands
+    victims   the first stager, which leads, the second, or both
     then      each killed stager is started again at its address; the ranks send it its share again
 
 The job is never started again: it takes all its checkpoints as if nothing had died.
@@ -51,20 +51,13 @@ class RestartCell(NamedTuple):
         return self.name in _REGULAR
 
 
-_REGULAR = {
-    "a frame sent, started again x both stagers",
-    "a chunk full, started again x first stager and flusher",
-}
+_REGULAR = {"a chunk full, started again x both stagers"}
 _WHO: Mapping[str, tuple[str, ...]] = {
     "first stager": ("stager:0",),
     "second stager": ("stager:1",),
     "both stagers": ("stager:0", "stager:1"),
-    "first stager and flusher": ("stager:0", "flusher:0"),
-    "second stager and flusher": ("stager:1", "flusher:1"),
-    "both, and both flushers": ("stager:0", "flusher:0", "stager:1", "flusher:1"),
 }
-_BY_A_RANK = (("a frame sent", "rank:1@frame_sent", 17), ("a slice sent", "rank:1@slice_sent", 3))
-_BY_THE_STAGER = (
+_MOMENTS = (
     ("a chunk received", "stager@chunk_received", 15),
     ("a chunk full", "stager@chunk_full", 15),
     ("its share whole, not staged", "stager@sealed", 2),
@@ -73,13 +66,9 @@ _BY_THE_STAGER = (
 
 
 def _cells() -> Iterator[RestartCell]:
-    for moment, where, number in _BY_A_RANK:
+    for moment, where, number in _MOMENTS:
         for who, victims in _WHO.items():
-            yield RestartCell(moment, where, number, 0, who, victims)
-    for moment, where, number in _BY_THE_STAGER:
-        for who, victims in _WHO.items():
-            if len({victim.partition(":")[2] for victim in victims}) == 1:
-                yield RestartCell(moment, where, number, int(victims[0][-1]), who, victims)
+            yield RestartCell(moment, where, number, int(victims[0][-1]), who, victims)
 
 
 RESTART_CELLS = tuple(_cells())
@@ -101,7 +90,7 @@ class RestartScenario(ShareScenario):
 
     def restart(self, cell: RestartCell) -> RestartScenario:
         """Train to the end; at the moment, kill the victims and start their stagers again."""
-        by_itself = cell.where.startswith("stager@") and len(cell.victims) == 1
+        by_itself = len(cell.victims) == 1
         fault = f"{cell.where}#{cell.number}={'kill' if by_itself else 'stop'}"
         with self._start(fault, HOLDFAST_RECONNECT_SECONDS_MAX=_RECONNECT_SECONDS) as job:
             stands = self._wait_for(job, self._markers / fault.partition("=")[0])
@@ -112,9 +101,7 @@ class RestartScenario(ShareScenario):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(stands, signal.SIGCONT)
             for victim in cell.victims:
-                role, _, index = victim.partition(":")
-                if role == "stager":
-                    self._start_again(int(index))
+                self._start_again(int(victim[-1]))
             job.succeed(END_SECONDS_MAX)
             self._wait_for_stager()
         return self

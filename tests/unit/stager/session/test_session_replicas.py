@@ -55,10 +55,13 @@ class Driver:
     def take(self, event: Event) -> list[Action]:
         return self.session.handle(event, 0.0)
 
-    def checkpoint(self, step: int, fingerprints: list[Any]) -> list[Action]:
+    def checkpoint(self, step: int, fingerprints: list[Any], *, early: int = -1) -> list[Action]:
+        """Rank `early` is done before the others have offered."""
         granted: list[GrantCredit] = []
-        for rank in range(3):
+        for rank in sorted(range(3), key=lambda rank: rank != early):
             actions = self.take(Offer(rank, step, LAYOUT.digest, SaveRecord(saved_at_unix=1.0)))
+            if rank == early:
+                self.take(Done(rank, step, fingerprints=fingerprints[rank]))
             granted += [action for action in actions if isinstance(action, GrantCredit)]
         granted += [action for action in self.take(Began(step, 1)) if isinstance(action, GrantCredit)]
         for credit in granted:
@@ -67,6 +70,8 @@ class Driver:
             self.take(Received(credit.rank, step, credit.chunk))
         actions = []
         for rank, crcs in enumerate(fingerprints):
+            if rank == early:
+                continue
             actions += self.take(Done(rank, step, SaveRecord(copy_seconds=1.0), crcs))
         return actions
 
@@ -120,3 +125,21 @@ def test_noise_is_the_ranks_fault_and_changes_nothing() -> None:
         driver.checkpoint(1, [SAME, "AAAA"])
     driver.take(Done(1, 1, fingerprints=SAME))
     assert [type(action) for action in driver.take(Done(2, 1, fingerprints=SAME))] == [MarkStaged]
+
+
+def test_fingerprints_that_come_before_the_layout_is_known_are_compared() -> None:
+    driver = Driver("refuse")
+    abort, tell = driver.checkpoint(1, [SAME, SAME, OTHER], early=2)
+    assert isinstance(abort, Abort)
+    assert isinstance(tell, SendMessage)
+    assert "rank 2 differs from most ranks in model/b" in tell.body["message"]
+
+
+def test_noise_that_comes_before_the_layout_is_known_fails_the_step() -> None:
+    driver = Driver("warn")
+    driver.take(Offer(2, 1, LAYOUT.digest, SaveRecord()))
+    driver.take(Done(2, 1, fingerprints="AAAA"))
+    driver.take(Offer(0, 1, LAYOUT.digest, SaveRecord()))
+    (*_, tell) = driver.take(Offer(1, 1, LAYOUT.digest, SaveRecord()))
+    assert isinstance(tell, SendMessage)
+    assert tell.kind is Kind.FAILED

@@ -215,8 +215,8 @@ def test_the_next_checkpoint_starts_from_nothing() -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1 << 20], ids=["frames", "no frames"])
 def test_an_area_is_complete_once_its_copy_is_over(chunk_bytes: int) -> None:
-    skeleton, taken = _plan(_state(), 0, chunk_bytes=chunk_bytes)
-    assert bool(frames_of(skeleton.layout, 0)) == (chunk_bytes == CHUNK_BYTES)
+    skeleton, taken = _plan(_state(), 1, chunk_bytes=chunk_bytes)
+    assert bool(frames_of(skeleton.layout, 1)) == (chunk_bytes == CHUNK_BYTES)
     staging = _staging(skeleton)
     staging.copy_now(taken.sources, taken.contents)
     assert not staging.is_complete()
