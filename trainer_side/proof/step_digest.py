@@ -22,6 +22,7 @@ class StepDigest:
         batch: CRC-32 of the argument of `step(batch=…)`, if given.
         generators: Random number generator → CRC-32 of its state after this step. In a recorded digest, only those that
             a resumed run must have in the same state.
+        classes: Name of an optimizer or scheduler → its class. A saved state may fit another class as well.
         rates: Name of an optimizer → its learning rates, equal neighbours once.
         loss: As given to `step()`. `grad_norm`: the same.
     """
@@ -30,6 +31,7 @@ class StepDigest:
     data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     batch: int | None = None
     generators: Mapping[str, int] = field(default_factory=dict)
+    classes: Mapping[str, str] = field(default_factory=dict)
     rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     loss: float | None = None
     grad_norm: float | None = None
@@ -41,6 +43,9 @@ class StepDigest:
             "data": {name[:_CHARACTERS_MAX]: dict(place) for name, place in _first_items(self.data)},
             "batch": self.batch,
             "random": dict(_first_items(self.generators)),
+            "class": {
+                name[:_CHARACTERS_MAX]: kind[:_CHARACTERS_MAX] for name, kind in _first_items(self.classes)
+            },
             "lr": {
                 name[:_CHARACTERS_MAX]: [_to_json_number(one) for one in rates[:_RATES_MAX]]
                 for name, rates in _first_items(self.rates)
@@ -60,6 +65,7 @@ class StepDigest:
                 {str(name): dict(place) for name, place in dict(body.get("data", {})).items()},
                 None if batch is None else int(batch),
                 {str(name): int(crc) for name, crc in dict(body.get("random", {})).items()},
+                {str(name): str(kind) for name, kind in dict(body.get("class", {})).items()},
                 {
                     str(name): tuple(float(one) for one in rates)
                     for name, rates in dict(body.get("lr", {})).items()
