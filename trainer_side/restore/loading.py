@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -62,6 +62,7 @@ def same_group_lists(optimizer: Optimizer) -> Iterator[None]:
         if id(loaded) not in kept:
             if len(loaded) != len(members):
                 continue
+            _keep_tensors(members, loaded)
             for member, group in zip(members, loaded, strict=True):
                 if member is not group:
                     fresh = dict(group)
@@ -70,6 +71,29 @@ def same_group_lists(optimizer: Optimizer) -> Iterator[None]:
             groups[:] = members
             kept[id(loaded)] = groups
         one.param_groups = kept[id(loaded)]
+
+
+def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]]) -> None:
+    """Copy tensors among the loaded settings, such as a learning rate, into those of `groups`, and put these in place.
+
+    The script, or code that it has compiled, may hold the tensor. One that several groups share here, but not in the
+    checkpoint, stays as it is.
+    """
+    pairs: dict[int, list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
+    for group, fresh in zip(groups, loaded, strict=True):
+        for key, own in group.items():
+            value = fresh.get(key)
+            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own is not value:
+                pairs.setdefault(id(own), []).append((fresh, key, own))
+    for found in pairs.values():
+        fresh, key, own = found[0]
+        value = fresh[key]
+        is_one = all(other[name] is value for other, name, _ in found)
+        if is_one and (own.shape, own.dtype) == (value.shape, value.dtype):
+            with torch.no_grad():
+                own.copy_(value)
+            for other, name, _ in found:
+                other[name] = own
 
 
 _REFILLED = (dict, list, set, deque)
