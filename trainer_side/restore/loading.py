@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from holdfast.errors import StateError
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.mismatch import describe_mismatch
+from trainer_side.restore.read_only import find_read_only
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import unique_paths
 from trainer_side.restore.torch_loading import in_place_tensors, is_loaded_by_torch, rewrap
@@ -269,6 +270,11 @@ def check_state_fits(
         raise StateError(
             f"step {step}: {_few([other for other in mismatches if other])}; pass the objects that were saved, or "
             "give new ones another name and restore with may_lack; nothing was loaded"
+        )
+    if read_only := find_read_only(in_place_tensors(state, live, tree)):
+        raise StateError(
+            f"step {step}: no value can be written into the memory of {_few(read_only)}: it is a file that is mapped "
+            "for reading; give the state a clone() of the tensor; nothing was loaded"
         )
     extra = [name for name in tree if name not in state]
     if extra:
