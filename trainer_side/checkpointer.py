@@ -42,6 +42,7 @@ from trainer_side.ranks.uncaught import install_exit_code_hook
 from trainer_side.restore.choice import parse_best
 from trainer_side.restore.restore import restore
 from trainer_side.restore.restore_attempt import Restored, RestoreOptions
+from trainer_side.restore.same_data import describe_other_data
 from trainer_side.save.finished_step import FinishedStep
 from trainer_side.save.host_memory import locked_buffer
 from trainer_side.save.metric_values import StepMetrics
@@ -229,7 +230,7 @@ class Checkpointer:
                 is not in the state, or the Checkpointer has `fresh=True`.
             DamageError: The run has checkpoints, but no good one; the message names each with its reason.
             StateError: The checkpoint holds other names or shapes than this state; or batches are to be skipped after
-                `holdfast rewind`, and nothing in the state can skip them.
+                `holdfast rewind`, and nothing in the state can skip them; or the ranks' samplers are for other data.
             StoreMissing: There is no checkpoint of `step`, or no good one with the metric `best`.
         """
         self._check_call("restore()")
@@ -238,7 +239,9 @@ class Checkpointer:
         self._is_chosen = wanted is not None or step is not None
         may_lack_names = self._names_in_state(may_lack)
         self._parts.fresh_run.mark_restored()
-        agree(self._parts.peers, self._given.try_refresh())
+        refused = self._given.try_refresh()
+        other_data = describe_other_data(self._state, self._parts.peers)
+        agree(self._parts.peers, refused or other_data)
         store = open_store(self._link.job.store_url)
         options = RestoreOptions(
             step=step,

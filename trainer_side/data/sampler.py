@@ -190,6 +190,17 @@ class ResumableSampler(DataPlace):
         """Return the place of the next sample now and at the mark: epoch and sample."""
         return {"from": list(self._mark), "to": list(self._position)}
 
+    def shared_settings(self) -> dict[str, Any]:
+        """Return what decides the order and the global batch."""
+        order = _ORDER if self._shuffle else "as it is"
+        return {
+            "length": self._length,
+            "seed": self._seed,
+            "order": order,
+            "ranks": self._ranks,
+            "drop_last": self._drop_last,
+        }
+
     def stepped(self, step: int) -> None:
         """Note the end of a training step, to learn how many batches a step takes. `Checkpointer` calls this."""
         self._step_size.stepped(step)

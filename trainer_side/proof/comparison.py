@@ -7,7 +7,7 @@ another number          where the step began in the data, and the learning rate:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from holdfast.wire.step_proof import ProofVerdict, ResumeProof
@@ -18,14 +18,16 @@ _SAME_RATE = 1e-12
 _RANKS_NAMED_MAX = 4
 
 DATA, RANDOM, RATE, LOSS, NORM = "data", "random numbers", "learning rate", "loss", "gradient norm"
-_ORDER = (DATA, RANDOM, RATE, LOSS, NORM)
-_INPUTS = (DATA, RANDOM, RATE)
+CLASS = "class"
+_ORDER = (DATA, RANDOM, CLASS, RATE, LOSS, NORM)
+_INPUTS = (DATA, RANDOM, CLASS, RATE)
 _UNSAVED = "something that training uses is not in the state, or the code has changed"
 _CAUSES = {
     DATA: "the loader does not resume where the checkpoint was, or was read ahead of it: put a ResumableSampler "
     "into the state, or ResumableDraw around a function that draws batches ahead (docs/data.md)",
     RANDOM: 'put "rng": PerRank(RngState()) into the state; if it is there, something draws numbers between restore() '
     "and the first step, or in another thread",
+    CLASS: "the checkpoint has the state of the one before, which the other reads in its own way",
     RATE: "is the scheduler in the state, and made after the optimizer as before?",
 }
 
@@ -67,6 +69,7 @@ def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Compari
                 found.append(StepDifference(DATA, f"{name} {_format_place_change(old, new)}"))
     if same_ranks:
         _compare_rank_inputs(before, now, compared, found)
+    found += _class_differences(before, now)
     for name in sorted(before.rates.keys() & now.rates.keys()):
         compared.append(RATE)
         old_rates, new_rates = before.rates[name], now.rates[name]
@@ -90,6 +93,14 @@ def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Compari
             found.append(StepDifference(what, values))
     found.sort(key=lambda one: _ORDER.index(one.what))
     return Comparison(tuple(sorted(set(compared), key=_ORDER.index)), tuple(found), tuple(notes))
+
+
+def _class_differences(before: StepDigest, now: StepDigest) -> Iterator[StepDifference]:
+    """Yield the classes that differ. They are not among what is compared: equal ones prove nothing."""
+    for name in sorted(before.classes.keys() & now.classes.keys()):
+        kind_before, kind = before.classes[name], now.classes[name]
+        if kind != kind_before:
+            yield StepDifference(CLASS, f"{name} was {kind_before} before, and is {kind}")
 
 
 def _compare_rank_inputs(

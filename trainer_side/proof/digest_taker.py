@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.crc import crc32
 from trainer_side.proof.step_digest import StepDigest
@@ -70,6 +71,11 @@ class DigestTaker:
         }
         self._places = {name: value for name, value in objects.items() if isinstance(value, DataPlace)}
         self._optimizers = {name: value for name, value in objects.items() if hasattr(value, "param_groups")}
+        self._classes = {
+            name: _class_name(value)
+            for name, value in objects.items()
+            if name in self._optimizers or isinstance(value, LRScheduler)
+        }
         self._saves_generators = any(isinstance(value, RngState) for value in objects.values())
         self._marked: dict[str, int] | None = None
 
@@ -95,7 +101,8 @@ class DigestTaker:
                 if is_marked is False:
                     data[name].pop("from", None)
         rates = {name: _rates(optimizer) for name, optimizer in self._optimizers.items()}
-        return PendingDigest(StepDigest(step, data, generators=generators), step_input, rates)
+        digest = StepDigest(step, data, generators=generators, classes=self._classes)
+        return PendingDigest(digest, step_input, rates)
 
 
 def generator_crcs() -> dict[str, int]:
@@ -120,6 +127,13 @@ def _state_crc(twister: Mapping[str, Any]) -> int:
     rest = {name: value for name, value in state.items() if name != "key"}
     key_crc = 0 if key is None else crc32(np.ascontiguousarray(key).tobytes())
     return crc32(repr(sorted(rest.items())).encode(), key_crc)
+
+
+def _class_name(value: Any) -> str:
+    """Return the class of an optimizer or a scheduler, and those of the schedulers in it."""
+    inner = getattr(value, "_schedulers", None)
+    name = type(value).__name__
+    return f"{name} of {', '.join(map(_class_name, inner))}" if isinstance(inner, list) else name
 
 
 def _rates(optimizer: Any) -> list[DeferredNumber]:

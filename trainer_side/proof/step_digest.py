@@ -23,6 +23,8 @@ class StepDigest:
     # Random number generator → CRC-32 of its state after this step. In a recorded digest, only those that a resumed run
     # must have in the same state.
     generators: Mapping[str, int] = field(default_factory=dict)
+    # Name of an optimizer or scheduler → its class. A saved state may fit another class as well.
+    classes: Mapping[str, str] = field(default_factory=dict)
     # Name of an optimizer → its learning rates, equal neighbours once.
     rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     loss: float | None = None  # as given to `step()`, and so is `grad_norm`
@@ -35,6 +37,9 @@ class StepDigest:
             "data": {name[:_CHARACTERS_MAX]: dict(place) for name, place in _first_items(self.data)},
             "batch": self.batch,
             "random": dict(_first_items(self.generators)),
+            "class": {
+                name[:_CHARACTERS_MAX]: kind[:_CHARACTERS_MAX] for name, kind in _first_items(self.classes)
+            },
             "lr": {
                 name[:_CHARACTERS_MAX]: [_to_json_number(one) for one in rates[:_RATES_MAX]]
                 for name, rates in _first_items(self.rates)
@@ -54,6 +59,7 @@ class StepDigest:
                 {str(name): dict(place) for name, place in dict(body.get("data", {})).items()},
                 None if batch is None else int(batch),
                 {str(name): int(crc) for name, crc in dict(body.get("random", {})).items()},
+                {str(name): str(kind) for name, kind in dict(body.get("class", {})).items()},
                 {
                     str(name): tuple(float(one) for one in rates)
                     for name, rates in dict(body.get("lr", {})).items()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from holdfast.errors import StateError
 from trainer_side.restore.group_orders import differ
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.mismatch import describe_mismatch
+from trainer_side.restore.read_only import find_read_only
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import unique_paths
 from trainer_side.restore.torch_loading import in_place_tensors, is_loaded_by_torch, rewrap
@@ -63,6 +64,7 @@ def same_group_lists(optimizer: Optimizer) -> Iterator[None]:
         if id(loaded) not in kept:
             if len(loaded) != len(members):
                 continue
+            _keep_tensors(members, loaded)
             for member, group in zip(members, loaded, strict=True):
                 if member is not group:
                     fresh = dict(group)
@@ -71,6 +73,29 @@ def same_group_lists(optimizer: Optimizer) -> Iterator[None]:
             groups[:] = members
             kept[id(loaded)] = groups
         one.param_groups = kept[id(loaded)]
+
+
+def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]]) -> None:
+    """Copy tensors among the loaded settings, such as a learning rate, into those of `groups`, and put these in place.
+
+    The script, or code that it has compiled, may hold the tensor. One that several groups share here, but not in the
+    checkpoint, stays as it is.
+    """
+    pairs: dict[int, list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
+    for group, fresh in zip(groups, loaded, strict=True):
+        for key, own in group.items():
+            value = fresh.get(key)
+            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own is not value:
+                pairs.setdefault(id(own), []).append((fresh, key, own))
+    for found in pairs.values():
+        fresh, key, own = found[0]
+        value = fresh[key]
+        is_one = all(other[name] is value for other, name, _ in found)
+        if is_one and (own.shape, own.dtype) == (value.shape, value.dtype):
+            with torch.no_grad():
+                own.copy_(value)
+            for other, name, _ in found:
+                other[name] = own
 
 
 def refill(live: Any, saved: Any) -> bool:
@@ -226,6 +251,11 @@ def check_state_fits(
         raise StateError(
             f"step {step}: {_few(mismatches)}; pass the objects that were saved, or "
             "give new ones another name and restore with may_lack; nothing was loaded"
+        )
+    if read_only := find_read_only(in_place_tensors(state, live, tree)):
+        raise StateError(
+            f"step {step}: no value can be written into the memory of {_few(read_only)}: it is a file that is mapped "
+            "for reading; give the state a clone() of the tensor; nothing was loaded"
         )
     extra = [name for name in tree if name not in state]
     if extra:

@@ -76,14 +76,21 @@ class RestoredTensors:
 
 def _sample(tensor: torch.Tensor) -> bytes:
     """Return some bytes of a plain tensor in host memory; empty for others, whose bytes would take a wait."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or local_of(tensor) is not tensor:
+    ends = None if tensor.device.type != "cpu" else _copy_ends(tensor)
+    if ends is None:
         return b""
+    return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + ends.numpy().tobytes()
+
+
+def _copy_ends(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Copy some bytes of a plain tensor on its device, without waiting; None for tensors of another kind."""
+    if tensor.layout is not torch.strided or local_of(tensor) is not tensor or tensor.is_meta:
+        return None
     if not tensor.is_contiguous() or not tensor.numel() or tensor.is_quantized:
-        return b""
+        return None
     count = -(-_SAMPLE_BYTES // tensor.itemsize)
     flat = tensor.detach().view(-1)
-    ends = torch.cat([flat[:count], flat[-count:]])
-    return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + ends.view(torch.uint8).numpy().tobytes()
+    return torch.cat([flat[:count], flat[-count:]]).view(torch.uint8)
 
 
 _log = logging.getLogger("holdfast.trainer")
@@ -103,6 +110,7 @@ class LeftOutCheck:
         self._reported: set[str] = set()
         self.inspections_left = 0  # how many more saves of this layout call `inspect`, which costs time
         self._unused_gradients = 0
+        self._unsaved_buffers: dict[str, _Buffer] = {}  # as the inspection before has found them
         self._steps.watch()
 
     def mark_restored(self) -> None:
@@ -113,6 +121,7 @@ class LeftOutCheck:
         """Search the `tree` that a save has collected. Called only while `inspections_left`, or for a new layout."""
         if new_layout:
             self.inspections_left = _LOOKS
+            self._unsaved_buffers.clear()
             self._steps.watch()
         self.inspections_left -= 1
         self._check_restored()
@@ -121,6 +130,7 @@ class LeftOutCheck:
         except Exception:  # noqa: BLE001 - attributes of any object may raise; no checkpoint may fail for a warning
             _log.debug("the state could not be compared with what is trained", exc_info=True)
         if not self.inspections_left:
+            self._unsaved_buffers.clear()
             self._steps.unwatch()
 
     def close(self) -> None:
@@ -147,6 +157,19 @@ class LeftOutCheck:
         yield from self._gradients_left_over(named)
         yield from _diverged_wrapper_groups(self._state)
         yield from _schedulers(self._state, tree, mine)
+        yield from self._changing_buffers()
+
+    def _changing_buffers(self) -> Iterator[str]:
+        before = self._unsaved_buffers
+        self._unsaved_buffers = now = {
+            path: _Buffer.of(buffer) for path, buffer in _non_persistent_buffers(self._state)
+        }
+        for path in before.keys() & now.keys():
+            if now[path].differs_from(before[path]):
+                yield (
+                    f"{path} is a buffer that is not persistent, and training changes it: no checkpoint has its value. "
+                    "Register it with persistent=True if a resume needs the value"
+                )
 
     def _unsaved_optimizer(
         self, optimizer: Optimizer, mine: list[Optimizer], held: _SavedTensors
@@ -185,6 +208,39 @@ class LeftOutCheck:
             self._events.emit("left_out", {"what": finding})
             if self._rank == 0:
                 _log.warning("%s", finding)
+
+
+class _Buffer(NamedTuple):
+    """A buffer that no checkpoint has, as it was at one save."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    form: tuple[Any, ...]
+    ends: torch.Tensor | None  # some of its bytes
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Buffer:
+        version = 0 if tensor.is_inference() else tensor._version
+        form = tensor.device, tensor.dtype, tensor.shape
+        return cls(weakref.ref(tensor), version, form, _copy_ends(tensor))
+
+    def differs_from(self, before: _Buffer) -> bool:
+        """Whether the value is another one. Waits for a device only if torch has counted a change."""
+        if self.tensor() is before.tensor() and self.version == before.version:
+            return False
+        if self.form != before.form or self.ends is None or before.ends is None:
+            return False  # a cache that has grown
+        # DistributedDataParallel writes all buffers in each forward pass, also those that stay the same.
+        return not torch.equal(self.ends, before.ends)
+
+
+def _non_persistent_buffers(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            for prefix, module in value.named_modules():
+                for key in sorted(module._non_persistent_buffers_set):
+                    if (buffer := module._buffers.get(key)) is not None:
+                        yield f"{name}/{prefix}.{key}" if prefix else f"{name}/{key}", buffer
 
 
 class _SavedTensors:

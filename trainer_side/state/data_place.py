@@ -13,6 +13,10 @@ class DataPlace(abc.ABC):
     def mark_place(self) -> None:
         """Remember the current place; loading a state does so, too."""
 
+    def shared_settings(self) -> dict[str, Any]:
+        """Return the settings that are the same on every rank, as a small JSON object."""
+        return {}
+
     @abc.abstractmethod
     def place(self) -> dict[str, Any]:
         """Return the current place as a small JSON object, the same on every rank.

@@ -12,16 +12,22 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+from collections.abc import Set as AbstractSet
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from holdfast.errors import DamageError, StateError
-from trainer_side.state.pickle_bounds import fill_disabled, refuse_costly_pickle, refuse_packed
-from trainer_side.state.pickling import ReadablePickler
+from trainer_side.state.pickle_bounds import (
+    fill_disabled,
+    refuse_costly_pickle,
+    refuse_packed,
+    unpickler_cause,
+)
+from trainer_side.state.pickling import REFUSED, ReadablePickler, builtins_in, kind_of
+from trainer_side.state.tree import children
 
-_PICKLE = SimpleNamespace(Pickler=ReadablePickler, __name__="pickle")
 _LENGTH = struct.Struct("<Q")
 _UNIT_BYTES = 4096
 _SLACK_BYTES = 1024
@@ -33,20 +39,67 @@ def reserve_bytes(used_bytes: int) -> int:
 
 
 def encode(value: Any, *, name: str, trailer: bytes = b"") -> bytes:
-    """Return the blob of a result of `PerRank.snapshot`, without padding. StateError: `torch.save` cannot save it.
+    """Return the blob of a result of `PerRank.snapshot`, without padding.
 
     `name`: Name of the value in the state, for messages. `trailer`: `PerRank.names`; does not end with a zero.
+    StateError: `torch.save` cannot save it, or `decode` could not read it back.
     """
-    out = io.BytesIO()
-    out.write(bytes(_LENGTH.size))
+    kinds: set[Any] = set()
     try:
-        torch.save(value, out, pickle_module=_PICKLE)
+        blob = _saved(value, kinds)
     except (pickle.PicklingError, RuntimeError, AttributeError, TypeError, NotImplementedError) as error:
         raise StateError(
             f"{name}: this PerRank value cannot be saved: {error}; use tensors, numbers, strings, lists and dicts"
         ) from error
-    blob = out.getvalue()
-    return _LENGTH.pack(len(blob) - _LENGTH.size) + blob[_LENGTH.size :] + trailer
+    if not kinds <= _readable_kinds:
+        if (refused := _find_unreadable(value)) is not None:
+            path, why = refused
+            raise StateError(
+                f"{name}{path}: plain torch.load(weights_only=True) cannot read this part of the PerRank value back "
+                f"({why}); use tensors, numbers, strings, lists and dicts"
+            )
+        _readable_kinds.update(kinds)
+    return _LENGTH.pack(len(blob)) + blob + trailer
+
+
+# Classes of values that weights_only is known to accept; they alone decide whether a blob can be read.
+_readable_kinds: set[Any] = set()
+
+
+class _KindsPickler(ReadablePickler):
+    """Notes the class of each value, except plain ones."""
+
+    kinds: set[Any]
+
+    def reducer_override(self, value: Any) -> Any:
+        self.kinds.add(kind_of(value))
+        return super().reducer_override(value)
+
+    def finalize(self, pickled: bytes) -> bytes:
+        self.kinds.update(builtins_in(pickled))
+        return pickled
+
+
+def _saved(value: Any, kinds: set[Any]) -> bytes:
+    """Return the bytes of `torch.save`, and add the classes in them to `kinds`."""
+    out = io.BytesIO()
+    pickler = type("Pickler", (_KindsPickler,), {"kinds": kinds})  # torch derives its own from it
+    torch.save(value, out, pickle_module=SimpleNamespace(Pickler=pickler, __name__="pickle"))
+    return out.getvalue()
+
+
+def _find_unreadable(value: Any, above: AbstractSet[int] = frozenset()) -> tuple[str, str] | None:
+    """Return the path of the smallest part that cannot be read back, and why; None if all can."""
+    try:
+        with fill_disabled():
+            torch.load(io.BytesIO(_saved(value, set())), map_location="cpu", weights_only=True)
+    except REFUSED as error:
+        for key, one in children(value):
+            found = None if id(one) in above else _find_unreadable(one, {*above, id(value)})
+            if found is not None:
+                return f"/{key}{found[0]}", found[1]
+        return "", unpickler_cause(error).split(" was not an allowed", 1)[0][:200]
+    return None
 
 
 def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "PerRank value") -> Any:

@@ -17,6 +17,7 @@ BEFORE = StepDigest(
     data={"data": {"from": [0, 80], "to": [0, 88]}},
     batch=0xABCD,
     generators={"torch": 1, "NumPy": 2},
+    classes={"optimizer": "Adam"},
     rates={"optimizer": (3e-4,)},
     loss=2.5,
     grad_norm=0.5,
@@ -60,6 +61,10 @@ def test_an_equal_step_verifies_all_that_was_recorded() -> None:
             changed(generators={"torch": 1, "NumPy": 3}),
             "random numbers differ (the generator of NumPy is in another",
         ),
+        (
+            changed(classes={"optimizer": "RAdam"}),
+            "class differs (optimizer was Adam before, and is RAdam): the checkpoint has the state of",
+        ),
         (changed(loss=2.6), "loss differs (2.5 before, 2.6 now)"),
         (changed(loss=math.nan), "loss differs (2.5 before, nan now)"),
         (changed(grad_norm=0.9), "gradient norm differs (0.5 before, 0.9 now)"),
@@ -91,6 +96,16 @@ def test_other_ranks_are_compared_by_what_all_share() -> None:
     found, text = verdict(changed(data={"data": {"from": [0, 84], "to": [0, 96]}}), ranks_before=2, ranks=3)
     assert found is ProofVerdict.DIFFERS
     assert "3 ranks instead of 2" in text
+
+
+def test_another_class_is_a_difference_on_any_number_of_ranks_and_an_equal_one_proves_nothing() -> None:
+    found, text = verdict(changed(classes={"optimizer": "RAdam"}), ranks_before=2, ranks=3)
+    assert found is ProofVerdict.DIFFERS
+    assert "class differs on every rank (optimizer was Adam before, and is RAdam)" in text
+    only = StepDigest(11, classes={"optimizer": "Adam"})
+    assert resume_proof([compare(only, only, same_ranks=True)], ranks_before=1).verdict is (
+        ProofVerdict.NOT_PROVEN
+    )
 
 
 def test_a_resume_without_known_data_says_so() -> None:

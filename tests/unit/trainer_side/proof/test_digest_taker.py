@@ -121,6 +121,26 @@ def test_rates_and_losses_may_be_tensors() -> None:
     assert taken(DigestTaker({}), StepInput(loss=torch.ones(2))).loss is None, "no single number"
 
 
+def test_a_digest_has_the_classes_of_optimizers_and_schedulers() -> None:
+    """RAdam, for one, loads the state of Adam, and its first loss is the same."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.RAdam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    chained = torch.optim.lr_scheduler.ChainedScheduler([scheduler])
+    state = {
+        "model": model,
+        "optimizer": PerRank(optimizer),
+        "scheduler": scheduler,
+        "all": chained,
+        "note": [1],
+    }
+    assert taken(DigestTaker(state)).classes == {
+        "optimizer": "RAdam",
+        "scheduler": "StepLR",
+        "all": "ChainedScheduler of StepLR",
+    }
+
+
 def test_a_loss_is_that_of_its_moment() -> None:
     loss = torch.tensor(1.0)
     digest = DigestTaker({}).take(5, StepInput(loss=loss), is_marked=True)

@@ -37,6 +37,32 @@ def test_lists_and_dictionaries_stay_and_have_what_was_saved() -> None:
     )
 
 
+def optimizer_of_rates(*rates: torch.Tensor) -> torch.optim.Optimizer:
+    layers = [nn.Linear(2, 2) for _ in rates]
+    return torch.optim.SGD(
+        [{"params": [*one.parameters()], "lr": lr} for one, lr in zip(layers, rates, strict=True)]
+    )
+
+
+def test_a_rate_that_the_script_holds_as_a_tensor_stays_the_one_of_the_group() -> None:
+    """The script fills it before each step, perhaps in compiled code."""
+    rate, own = torch.tensor(0.5), torch.tensor(0.1)
+    saved, optimizer = optimizer_of_rates(rate, rate).state_dict(), optimizer_of_rates(own, own)
+    with same_group_lists(optimizer):
+        optimizer.load_state_dict(saved)
+    assert all(group["lr"] is own for group in optimizer.param_groups)
+    assert own == rate
+
+
+def test_a_shared_rate_does_not_replace_several_of_the_checkpoint() -> None:
+    own = torch.tensor(0.1)
+    optimizer = optimizer_of_rates(own, own)
+    with same_group_lists(optimizer):
+        optimizer.load_state_dict(optimizer_of_rates(torch.tensor(0.5), torch.tensor(0.25)).state_dict())
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.25]
+    assert own == torch.tensor(0.1)
+
+
 class Sharpness(torch.optim.Optimizer):
     """As SAM: hands its groups on after it has loaded them."""
 

@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from holdfast.errors import StateError
 from tests.support.restoring import CountingStore, Ranks, publish
 from tests.unit.trainer_side.restore.test_restore import blobs_of, bring_back
 from trainer_side.ranks.peers import LonePeers
+from trainer_side.restore.read_only import find_read_only
 from trainer_side.restore.restore import restore
 from trainer_side.state.per_rank import PerRank
 
@@ -108,6 +110,25 @@ def test_a_model_without_memory(tmp_path: Path) -> None:
         model,
         match=r"x: without memory .*: weight, bias; .*to_empty\(\)",
     )
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_memory_that_cannot_be_written_is_refused_instead_of_a_crash(tmp_path: Path) -> None:
+    np.zeros(5000, np.float32).tofile(tmp_path / "table")
+    model = nn.Linear(3, 3)
+    model.register_buffer("table", torch.from_numpy(np.memmap(tmp_path / "table", np.float32, "r")))
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (tmp_path / "store").mkdir()
+    refused(
+        tmp_path / "store",
+        saved,
+        model,
+        match=r"no value can be written into the memory of x/table: .*clone\(\)",
+    )
+    private = torch.from_file(
+        str(tmp_path / "table"), size=5000
+    )  # its pages are copied when they are written
+    assert find_read_only({"private": private, "empty": torch.empty(0)}) == []
 
 
 def test_a_value_that_is_no_optimizers_state_is_refused(tmp_path: Path) -> None:

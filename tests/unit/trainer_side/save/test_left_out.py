@@ -358,6 +358,35 @@ def test_a_parameter_that_was_trained_and_is_frozen_now(job: Job) -> None:
     )
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer that `state_dict()` leaves out. A constant is written again, as DDP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.inner.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.register_buffer("constant", torch.ones(3), persistent=False)
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.inner.calls += 1  # type: ignore[operator]
+        self.constant.copy_(self.constant.clone())
+        self.cache = torch.ones(len(self.cache) + 1)
+        outputs: torch.Tensor = self.inner(inputs)
+        return outputs
+
+
+def test_a_buffer_that_is_not_persistent_is_named_if_training_changes_it(job: Job) -> None:
+    model = Counting()
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = job.open({"model": model, "optimizer": optimizer})
+    for step in range(4):
+        train(model, optimizer)
+        assert checkpointer.save(step)
+    (said,) = job.said
+    assert said.startswith("model/inner.calls is a buffer that is not persistent, and training changes it")
+
+
 def test_each_is_said_once_and_the_hooks_are_taken_off(job: Job) -> None:
     gc.collect()  # what other tests have left
     before = len(_global_optimizer_pre_hooks)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import tempfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -113,9 +116,36 @@ class _Evil:
 
 
 def test_code_in_a_blob_is_never_run() -> None:
+    out = io.BytesIO()
+    torch.save(_Evil(), out)
     with pytest.raises(DamageError):
-        decode(encode(_Evil(), name="x"))
+        decode(struct.pack("<Q", len(out.getvalue())) + out.getvalue())
     assert not _TRACE.exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"dataset": {"rng": np.random.get_state()}}, r"^data/dataset/rng/1: plain torch\.load.*numpy"),
+        ({"seen": [{1}, frozenset({2})]}, r"^data/seen/1: .*frozenset"),
+        (_Evil(), r"^data: plain torch\.load"),
+        ({_Evil(): 1}, r"^data: plain torch\.load"),
+    ],
+)
+def test_a_value_that_could_not_be_read_back_is_refused_by_its_path(value: Any, said: str) -> None:
+    for _ in range(2):
+        with pytest.raises(StateError, match=said):
+            encode(value, name="data")
+    assert not _TRACE.exists()
+
+
+def test_a_value_is_read_back_only_if_it_has_a_class_that_no_value_had_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    value = {"t": torch.arange(3), "history": OrderedDict(a=1)}
+    encode(value, name="x")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("each save would cost a load"))
+    encode(value, name="x")
 
 
 def test_a_value_that_cannot_be_pickled_is_refused_by_name() -> None:
