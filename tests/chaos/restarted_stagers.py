@@ -68,6 +68,8 @@ _MOMENTS = (
 def _cells() -> Iterator[RestartCell]:
     for moment, where, number in _MOMENTS:
         for who, victims in _WHO.items():
+            if len(victims) > 1 and where == "stager@staged":
+                continue  # every share is staged: the ranks may begin the next step before they miss the second one
             yield RestartCell(moment, where, number, int(victims[0][-1]), who, victims)
 
 

@@ -170,6 +170,8 @@ class WholeTransfer:
         elif least is TransferState.SENT:
             reached = TransferState.SENT
         else:
-            reached = TransferState.SENDING if max(progress) else TransferState.OFFERED
+            # All shares are offered again after the loss of all stagers: the whole is not.
+            begun = max(progress) or transfer.state is not TransferState.OFFERED
+            reached = TransferState.SENDING if begun else TransferState.OFFERED
         if reached is not transfer.state:
             transfer.set_state(reached)

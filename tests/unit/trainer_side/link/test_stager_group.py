@@ -401,6 +401,22 @@ def test_a_staged_step_ends_as_the_lead_says_although_another_stager_is_lost(
     until(lambda: again.emitted() == [("staged", 1), (outcome.name.lower(), 1)])
 
 
+def test_all_stagers_may_be_lost_at_once(again: Scene) -> None:
+    transfer = again.offer()
+    for index in range(STAGERS):
+        again.send(index)
+    until(lambda: transfer.state is TransferState.SENT)
+    for port in again.ports:
+        port.dead = True
+    until(lambda: all(again.back) and again.group.job.problem is None)
+    again.ports = [ports[-1] for ports in again.back]
+    for index in range(STAGERS):
+        again.send(index)
+        again.ports[index].say(Kind.STAGED, step=1)
+    assert transfer.settled.wait(SECONDS_MAX)
+    assert transfer.state is TransferState.STAGED
+
+
 def test_a_stager_may_be_lost_twice(again: Scene) -> None:
     transfer = again.offer()
     for _ in range(2):
