@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.errors import StateError
+from trainer_side.restore.mismatch import differ
 from trainer_side.state.optimizer_places import reachable, value_at
 from trainer_side.state.tree import containers
 
@@ -127,14 +128,6 @@ def _would_change(value: Any, order: GroupOrder) -> bool:
     if not isinstance(value, list | tuple) or len(value) != len(order.groups):
         return False
     return any(differ(one, other) for one, other in zip(value, order.of(value), strict=True))
-
-
-def differ(one: Any, other: Any) -> bool:
-    """Whether two plain values differ."""
-    try:
-        return bool(one is not other and one != other)
-    except Exception:  # noqa: BLE001 - tensors of several elements, or a class with an `!=` of its own
-        return True
 
 
 def _lists(tree: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -21,10 +21,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from holdfast.errors import StateError
-from trainer_side.restore.group_orders import differ
 from trainer_side.restore.joining_by_name import join_by_name
-from trainer_side.restore.mismatch import describe_mismatch
-from trainer_side.restore.read_only import find_read_only
+from trainer_side.restore.mismatch import describe_mismatch, differ, find_read_only
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import unique_paths
 from trainer_side.restore.torch_loading import in_place_tensors, is_loaded_by_torch, rewrap
@@ -425,7 +423,9 @@ def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collecti
     rollback = nullcontext() if by_torch else rolled_back_on_error(value, live)
     lists = same_group_lists(value) if is_optimizer else nullcontext()
     with _name_refusals(name, value), rollback:
-        with uncasting(optimizers_of({name: value}), on_host) as done, lists, writable(value):
+        optimizers = optimizers_of({name: value})
+        casts = uncasting(optimizers, on_host) if optimizers else nullcontext([])
+        with casts as done, lists, writable(value):
             value.load_state_dict(saved)
         if is_optimizer and not done:
             uncast(value, saved, only_casts=True)  # its own loading may cast as torch's does

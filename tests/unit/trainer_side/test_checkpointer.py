@@ -211,7 +211,7 @@ def test_restore_sets_off_no_search_for_garbage(
     link.job.store_url = str(tmp_path)
     rank = Rank(link)
     assert rank.checkpointer.restore() == 0
-    assert seen == [(FetchKind.HELD, False), (FetchKind.PLACE, False)]
+    assert seen == [(FetchKind.HELD, False)]
     assert gc.isenabled()
     rank.checkpointer.close()
 
