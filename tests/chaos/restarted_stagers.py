@@ -1,8 +1,8 @@
-"""Standing stagers of one file that are killed and started again within the job: no step is lost.
+"""Standing stagers of one file, one of which dies and is started again within the job: no step is lost.
 
-    moment    a point in the second checkpoint, before every share is staged, at which a stager stands
-    victims   the first stager, which leads, the second, or both
-    then      each killed stager is started again at its address; the ranks send it its share again
+    moment    a point in the second checkpoint, before the ranks know that the stager's share is staged
+    who       the first stager, which leads, or the second
+    then      it is started again at its address, and the ranks send it its share again
 
 The job is never started again: it takes all its checkpoints as if nothing had died.
 """
@@ -10,9 +10,7 @@ The job is never started again: it takes all its checkpoints as if nothing had d
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ import pytest
 
 from holdfast.faultpoint import VARIABLE
 from tests.chaos.cells import RANKS, SAVES
-from tests.chaos.scenario import END_SECONDS_MAX, wait_until_stopped
+from tests.chaos.scenario import END_SECONDS_MAX
 from tests.chaos.share_scenario import ShareScenario
 from tests.support.events import read_events
 from tests.support.standing_stager import StandingProcess
@@ -31,14 +29,13 @@ _RECONNECT_SECONDS = "2"  # of the ranks, until a stager counts as lost
 
 
 class RestartCell(NamedTuple):
-    """One run. `where`: process and point; `number`: which time, from 1. `share`: the stager that has the fault."""
+    """One run. `point`: of the stager that dies; `number`: which time, from 1. `share`: the stager's, from 0."""
 
     moment: str
-    where: str
+    point: str
     number: int
     share: int
     who: str
-    victims: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -51,33 +48,22 @@ class RestartCell(NamedTuple):
         return self.name in _REGULAR
 
 
-_REGULAR = {"a chunk full, started again x both stagers"}
-_WHO: Mapping[str, tuple[str, ...]] = {
-    "first stager": ("stager:0",),
-    "second stager": ("stager:1",),
-    "both stagers": ("stager:0", "stager:1"),
-}
+_REGULAR = {"a chunk full, started again x first stager"}
 _MOMENTS = (
-    ("a chunk received", "stager@chunk_received", 15),
-    ("a chunk full", "stager@chunk_full", 15),
-    ("its share whole, not staged", "stager@sealed", 2),
-    ("its share staged, not told", "stager@staged", 2),
+    ("a chunk received", "chunk_received", 15),
+    ("a chunk full", "chunk_full", 15),
+    ("its share whole, not staged", "sealed", 2),
+    ("its share staged, not told", "staged", 2),
+)
+RESTART_CELLS = tuple(
+    RestartCell(moment, point, number, share, who)
+    for moment, point, number in _MOMENTS
+    for share, who in enumerate(("first stager", "second stager"))
 )
 
 
-def _cells() -> Iterator[RestartCell]:
-    for moment, where, number in _MOMENTS:
-        for who, victims in _WHO.items():
-            if len(victims) > 1 and where == "stager@staged":
-                continue  # every share is staged: the ranks may begin the next step before they miss the second one
-            yield RestartCell(moment, where, number, int(victims[0][-1]), who, victims)
-
-
-RESTART_CELLS = tuple(_cells())
-
-
 class RestartScenario(ShareScenario):
-    """A scenario whose killed stagers are started again, and whose job goes on."""
+    """A scenario whose killed stager is started again, and whose job goes on."""
 
     def __init__(self, directory: Path, reference: Path, *, share: int) -> None:
         super().__init__(directory, reference, share=share, untold=False, then=2)
@@ -91,19 +77,11 @@ class RestartScenario(ShareScenario):
         return super()._standing(env, log, settings)
 
     def restart(self, cell: RestartCell) -> RestartScenario:
-        """Train to the end; at the moment, kill the victims and start their stagers again."""
-        by_itself = len(cell.victims) == 1
-        fault = f"{cell.where}#{cell.number}={'kill' if by_itself else 'stop'}"
-        with self._start(fault, HOLDFAST_RECONNECT_SECONDS_MAX=_RECONNECT_SECONDS) as job:
-            stands = self._wait_for(job, self._markers / fault.partition("=")[0])
-            if not by_itself:
-                wait_until_stopped(stands)
-                for pid in [self._pid(victim, job, 1) for victim in cell.victims]:
-                    os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(stands, signal.SIGCONT)
-            for victim in cell.victims:
-                self._start_again(int(victim[-1]))
+        """Train to the end; at the moment, the stager dies and is started again."""
+        fault = f"stager@{cell.point}#{cell.number}"
+        with self._start(f"{fault}=kill", HOLDFAST_RECONNECT_SECONDS_MAX=_RECONNECT_SECONDS) as job:
+            self._wait_for(job, self._markers / fault)
+            self._start_again(cell.share)
             job.succeed(END_SECONDS_MAX)
             self._wait_for_stager()
         return self
@@ -138,7 +116,7 @@ class RestartScenario(ShareScenario):
 
 
 def play_restart(cell: RestartCell, request: pytest.FixtureRequest, directory: Path) -> None:
-    """Kill, start again, check."""
+    """Train, start again, check."""
     reference = request.getfixturevalue("directory_reference")
     with contextlib.closing(RestartScenario(directory, reference, share=cell.share)) as scenario:
         scenario.restart(cell).check_nothing_was_lost()

@@ -45,7 +45,7 @@ from tests.support.job import Job, environment
 from tests.support.standing_stager import StandingProcess
 from tests.support.torchrun import by_torchrun
 
-__all__ = ["END_SECONDS_MAX", "Scenario", "uninterrupted", "wait_until_stopped"]
+__all__ = ["END_SECONDS_MAX", "Scenario", "uninterrupted"]
 
 _REACH_SECONDS_MAX = 120.0  # start-up of three processes, with a margin of four
 END_SECONDS_MAX = 120.0
@@ -147,7 +147,7 @@ class Scenario:
             stands = self._wait_for(job, marker)
             self.staged_at_kill = self._events("staged", "stager")
             if not alone:
-                wait_until_stopped(stands)
+                _wait_until_stopped(stands)
                 if not victims:
                     self._wait_for_training(job)
                 for pid in [self._pid(victim, job, number) for victim in victims]:
@@ -463,7 +463,7 @@ def _verify(store: Retrying, item: CatalogItem) -> None:
     assert report.ok, report.summary()
 
 
-def wait_until_stopped(pid: int) -> None:
+def _wait_until_stopped(pid: int) -> None:
     process = psutil.Process(pid)
     wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 30, f"process {pid} does not stand still")
 

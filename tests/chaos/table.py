@@ -145,8 +145,8 @@ The same with real stagers and two ranks under torchrun, checked as in the matri
 _RESTART_HEAD = """\
 ## Several stagers, started again
 
-Stagers are killed before every share of the second checkpoint is staged, and started again at their addresses. The
-job goes on as the same attempt: the ranks send the shares again, and every checkpoint becomes durable.
+A stager is killed before the ranks know that its share of the second checkpoint is staged, and started again at its
+address. The job goes on as the same attempt: the ranks send the share again, and every checkpoint becomes durable.
 """
 
 _WRAPPER_HEAD = """\
