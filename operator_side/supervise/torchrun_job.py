@@ -55,9 +55,7 @@ def torchrun_arguments(command: Sequence[str]) -> list[str]:
     return [*command] if starts_python else ["--no-python", *command]
 
 
-def torchrun_line(
-    command: Sequence[str], *, ranks: int, restarts_max: int, grace_seconds: float
-) -> list[str]:
+def torchrun_line(command: Sequence[str], *, ranks: int, restarts_max: int) -> list[str]:
     """Command line of a single-machine torchrun, with each rank tied to it from the rank's start."""
     python = [sys.executable, "-u"] if torchrun_arguments(command)[0] != "--no-python" else []
     line = [
@@ -69,7 +67,7 @@ def torchrun_line(
         "--nproc-per-node",
         str(ranks),
     ]
-    line += ["--max-restarts", str(restarts_max), "--shutdown-timeout", str(math.ceil(grace_seconds))]
+    line += ["--max-restarts", str(restarts_max)]
     return [*line, "--no-python", *tied_to_any_parent([*python, *command])]
 
 
@@ -158,7 +156,12 @@ class TorchrunJob:
         self._torchrun = subprocess.Popen(
             tied_command(rank_command, by=signal.SIGKILL),
             stdin=subprocess.DEVNULL,
-            env={**self._environment, "HOLDFAST_STAGER": self._stager.address},
+            env={
+                **self._environment,
+                "HOLDFAST_STAGER": self._stager.address,
+                # Not by --shutdown-timeout: the torchrun of older torch, such as 2.9, rejects it and always waits 30 s.
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._grace_seconds)),
+            },
             start_new_session=True,
         )
         return None
