@@ -73,9 +73,7 @@ def torchrun_job(
     notice_seconds = min(TrainerConfig.from_sources().watch_grace_seconds, max(1.0, grace_seconds))
     return TorchrunJob(
         stager,
-        torchrun_line(
-            command, ranks=options["ranks"], restarts_max=restarts_max, grace_seconds=grace_seconds
-        ),
+        torchrun_line(command, ranks=options["ranks"], restarts_max=restarts_max),
         {**job_environment(), "HOLDFAST_WATCH_GRACE_SECONDS": f"{notice_seconds:g}"},
         events=events,
         newest_step=newest_step,

@@ -49,14 +49,11 @@ def torchrun_arguments(command: Sequence[str]) -> list[str]:
     return [*command] if starts_python else ["--no-python", *command]
 
 
-def torchrun_line(
-    command: Sequence[str], *, ranks: int, restarts_max: int, grace_seconds: float
-) -> list[str]:
+def torchrun_line(command: Sequence[str], *, ranks: int, restarts_max: int) -> list[str]:
     """Command line of a single-machine torchrun, with each rank tied to it from the rank's start."""
     python = [sys.executable, "-u"] if torchrun_arguments(command)[0] != "--no-python" else []
     line = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     line += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts_max)]
-    line += ["--shutdown-timeout", str(math.ceil(grace_seconds))]
     return [*line, "--no-python", *tied_to_any_parent([*python, *command])]
 
 
@@ -146,7 +143,12 @@ class TorchrunJob:
         self._torchrun = subprocess.Popen(
             tied_command(rank_command, by=signal.SIGKILL),
             stdin=subprocess.DEVNULL,
-            env={**self._environment, "HOLDFAST_STAGER": self._stager.address},
+            env={
+                **self._environment,
+                "HOLDFAST_STAGER": self._stager.address,
+                # Not by --shutdown-timeout: the torchrun of older torch, such as 2.9, rejects it and always waits 30 s.
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._grace_seconds)),
+            },
             start_new_session=True,
         )
         return None

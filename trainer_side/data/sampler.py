@@ -41,6 +41,25 @@ class _Position(NamedTuple):
     cursor: int
 
 
+class _LateStart:
+    """The start of a loader at the first batch of its wrapper, as timm's prefetcher does it.
+
+    torch draws the seed of the workers from training's generator, after it has made the iterator of the batch sampler
+    and before it reads it. A resumed run starts once more than an uninterrupted one, and must not draw more numbers.
+    """
+
+    def __init__(self) -> None:
+        self._before: torch.Tensor | None = None
+
+    def save(self) -> None:
+        if self._before is None:  # a loader with workers makes that iterator twice
+            self._before = torch.get_rng_state()
+
+    def undo(self) -> None:
+        if self._before is not None:
+            torch.set_rng_state(self._before)
+
+
 @opaque_methods
 class ResumableSampler(DataPlace):
     """Gives each rank its samples: each sample exactly once per epoch, however often the run is interrupted.
@@ -98,6 +117,7 @@ class ResumableSampler(DataPlace):
         self._skipped, self._step_size = SkippedSamples(), StepSizeCounter()
         self._load_count = 0
         self._read_ahead = self._followed = False
+        self._late_start: _LateStart | None = None
 
     @property
     def epoch(self) -> int:
@@ -229,8 +249,9 @@ class ResumableSampler(DataPlace):
         self._followed = True
         with isolated_rng(f"{self._seed}/{self._position}/{self._rank}"):
             iterator = iter(loader)
-        expected = self._position
+        expected, self._late_start = self._position, _LateStart()
         for batch in iterator:
+            self._late_start = None
             if self._position != expected:
                 raise StateError(
                     f"sampler: follow() expected the sampler at epoch and cursor {tuple(expected)}, it is at "
@@ -391,8 +412,13 @@ class _BatchReader(Iterator[_Indices]):
     def __init__(self, sampler: ResumableSampler, batch_size: int, *, epochs: bool) -> None:
         self._sampler, self._batch_size, self._epochs = sampler, batch_size, epochs
         self._position, self._load_count = sampler._position, sampler._load_count
+        if (late := sampler._late_start) is not None:
+            late.save()
 
     def __next__(self) -> _Indices:
+        if (late := self._sampler._late_start) is not None:
+            late.undo()
+            self._sampler._late_start = None
         if self._load_count != self._sampler._load_count:
             raise StateError(
                 "sampler: a checkpoint was loaded after the iteration over this loader had begun; begin to iterate "

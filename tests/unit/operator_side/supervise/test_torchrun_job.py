@@ -89,6 +89,14 @@ def test_torchrun_job_starts_no_rank_beside_a_stager_that_has_refused_its_settin
     assert end == (2, "the stager has ended before any rank was started")
 
 
+def test_torchrun_job_gives_the_ranks_their_grace(tmp_path: Path) -> None:
+    """By the variable, since torch 2.9 has no --shutdown-timeout."""
+    told = tmp_path / "told"
+    says = f"import os; open({str(told)!r}, 'w').write(os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])"
+    assert job(MadeUpStager(), [sys.executable, "-S", "-c", says], tmp_path).run() == (0, "")
+    assert told.read_text() == "5"
+
+
 def test_torchrun_job_counts_a_newer_checkpoint_as_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,11 +122,15 @@ def test_torchrun_arguments_tell_scripts_and_modules_from_programs(
     assert torchrun_arguments(command) == arguments
 
 
-def test_torchrun_line_gives_the_ranks_their_grace_and_ties_them(tmp_path: Path) -> None:
-    del tmp_path
-    line = torchrun_line(["train.py"], ranks=2, restarts_max=0, grace_seconds=2.5)
+def test_torchrun_line_ties_the_ranks_and_has_only_options_of_the_oldest_torch() -> None:
+    line = torchrun_line(["train.py"], ranks=2, restarts_max=0)
     assert line[line.index("--max-restarts") + 1] == "0"
-    assert line[line.index("--shutdown-timeout") + 1] == "3"
+    assert {word for word in line[: line.index("operator_side.supervise.tied")] if word.startswith("--")} == {
+        "--standalone",
+        "--nproc-per-node",
+        "--max-restarts",
+        "--no-python",
+    }
     tied = line.index("operator_side.supervise.tied")
     assert line[tied + 1 :] == [str(int(signal.SIGKILL)), "0", sys.executable, "-u", "train.py"]
 

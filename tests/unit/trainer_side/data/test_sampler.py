@@ -185,16 +185,31 @@ class _Augmented(torch.utils.data.Dataset[list[float]]):
         return [index, torch.rand(1).item(), float(np.random.rand()), random.random()]
 
 
+class _Prefetcher:
+    """Reads one batch ahead, and makes the loader's iterator at the first one, as timm's does."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self.batch_sampler = loader, loader.batch_sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        batch = next(batches)
+        for following in batches:
+            yield batch
+            batch = following
+
+
 def _loader(kind: str, data: Any, batch_sampler: ReadAhead, workers: int = 2) -> Any:
     made: Any = DataLoader
     if kind == "stateful":
         made = pytest.importorskip(
             "torchdata.stateful_dataloader", reason="torchdata is not installed"
         ).StatefulDataLoader
-    return made(data, batch_sampler=batch_sampler, num_workers=workers)
+    loader = made(data, batch_sampler=batch_sampler, num_workers=workers)
+    return _Prefetcher(loader) if kind == "prefetched" else loader
 
 
-@pytest.mark.parametrize("kind", ["plain", "stateful"])
+@pytest.mark.parametrize("kind", ["plain", "prefetched", "stateful"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_read_ahead_by_a_loader_do_not_count(kind: str, workers: int) -> None:
     """The loop's random numbers also continue as in an uninterrupted run."""
