@@ -59,6 +59,9 @@ RESTART_CELLS = tuple(
     RestartCell(moment, point, number, share, who)
     for moment, point, number in _MOMENTS
     for share, who in enumerate(("first stager", "second stager"))
+    # Once the second share is staged, the lead may publish, and the ranks may begin the next step before they miss
+    # the second stager.
+    if (point, share) != ("staged", 1)
 )
 
 
