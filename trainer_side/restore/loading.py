@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import StateError
 from trainer_side.restore.joining_by_name import join_by_name
-from trainer_side.restore.mismatch import describe_mismatch
-from trainer_side.restore.read_only import find_read_only
+from trainer_side.restore.mismatch import describe_mismatch, find_read_only
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import unique_paths
 from trainer_side.restore.torch_loading import in_place_tensors, is_loaded_by_torch, rewrap

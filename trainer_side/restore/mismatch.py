@@ -10,7 +10,9 @@ Objects with their own loading code are not judged: they may accept a value that
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ import torch
 from trainer_side.restore.torch_loading import Loading, describe_other_wrappers, loading_of, tensors_by_key
 from trainer_side.state.optimizer_places import is_optimizer_dict
 from trainer_side.state.per_rank import PerRank
+from trainer_side.state.split_tensor import local_of
+from trainer_side.state.tree import tensor_paths
 
 # Schedulers write these into the groups of the optimizer that they drive.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -140,3 +144,33 @@ def _count(number: int, what: str) -> str:
 def _format_names(names: Collection[str]) -> str:
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join([*names][:_NAMES_SHOWN]) + more
+
+
+_MAPS = Path("/proc/self/maps")
+
+
+def find_read_only(live: Mapping[str, Any]) -> list[str]:
+    """Return the paths of the tensors whose memory cannot be written; empty on systems without such a list.
+
+    torch writes into them without a check, and the process gets SIGSEGV.
+    """
+    try:
+        lines = _MAPS.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    begins, ends = [], []
+    for line in lines:  # 7f10c000-7f10d000 r--p 00000000 …, ascending
+        span, permissions = line.split(" ", 2)[:2]
+        if "w" not in permissions:
+            begin, end = span.split("-")
+            begins.append(int(begin, 16))
+            ends.append(int(end, 16))
+    found = []
+    for path, tensor in tensor_paths(live):
+        local = local_of(tensor)
+        if local.device.type != "cpu" or local.layout is not torch.strided or not local.numel():
+            continue
+        place = bisect.bisect_right(begins, address := local.data_ptr()) - 1
+        if place >= 0 and address < ends[place]:
+            found.append(path)
+    return found

@@ -16,7 +16,7 @@ from holdfast.errors import StateError
 from tests.support.restoring import CountingStore, Ranks, publish
 from tests.unit.trainer_side.restore.test_restore import blobs_of, bring_back
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.read_only import find_read_only
+from trainer_side.restore.mismatch import find_read_only
 from trainer_side.restore.restore import restore
 from trainer_side.state.per_rank import PerRank
 
