@@ -20,6 +20,6 @@ split_parts                      this rank's parts of split tensors
 narrowing                        reduces the tree to this rank's pipeline stage
 joining_by_name, group_orders    matches optimizer parameters by name; reorders per-group lists of schedulers
 mismatch, two_values             why a saved object does not fit; tied tensors with two values in the file
-same_data                        compares the samplers of all ranks
+same_data                        whether the samplers of all ranks are for the same data
 uncast                           keeps the dtypes and devices of optimizer state, which torch would cast
 """

@@ -122,11 +122,16 @@ def refill(live: Any, saved: Any) -> bool:
     return True
 
 
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements are one in memory, so that torch copies nothing into it."""
+    return any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _merge(live: Any, saved: Any) -> Any:
     if live is saved:
         return live
     if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
-        if live.shape == saved.shape and live.dtype == saved.dtype:
+        if live.shape == saved.shape and live.dtype == saved.dtype and not _is_expanded(live):
             with torch.no_grad():
                 return live.copy_(saved)
         return saved

@@ -154,8 +154,7 @@ def differ(one: Any, other: Any) -> bool:
 def find_read_only(live: Mapping[str, Any]) -> list[str]:
     """Return the paths of the tensors whose memory cannot be written; empty on systems without such a list.
 
-    torch writes into a file mapped for reading without a check (`torch.from_numpy` of a `np.memmap` only warns), and
-    the process would get SIGSEGV while it restores.
+    torch writes into them without a check, and the process gets SIGSEGV.
     """
     try:
         lines = _MAPS.read_text(errors="replace").splitlines()

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import operator
 import socket
 import time
 from collections.abc import Iterator, MutableMapping
@@ -46,7 +47,7 @@ from trainer_side.save.planner import Planner, SavePlan
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.staging import Staging
 from trainer_side.save.staging_pool import PoolFull, Reservation, StagingPool
-from trainer_side.save.tearing import SavedInstant
+from trainer_side.save.tearing import SavedInstant, versions_of
 from trainer_side.state import accelerator
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Capture, Outgrown
@@ -255,6 +256,8 @@ class Saver:
         # Free these before the copy thread is busy: torch releases the GIL for each tensor that it frees, and a busy
         # thread delays getting it back by ten microseconds. `instant` keeps the tensors that are checked.
         taken.tensors.clear()
+        if begins.changed:
+            self._copier.withdraw(job, begins.changed)
         self._copier.copy(job)
         self._ledger.record_begun(transfer, place.tier_write)
         return job
@@ -268,6 +271,7 @@ class Saver:
         if device is not None:
             versions = area.change_counters(taken.tensors, taken.tensor_entries)
             route = plan.router.route(sources, gate.update_order, order_changed=gate.order_changed)
+        counted = versions_of(taken.tensors)
         is_mirrored = area.copy_now(sources, dict(taken.contents), route, versions)
         is_live = route is None or not is_mirrored or bool(area.live_route(route).host)
         instant = None
@@ -279,7 +283,10 @@ class Saver:
             fingerprints = Fingerprints(watched, plan.skeleton.gated, step, plan.shared, plan.samples)
             fingerprints.sample_now(sources, also_gated=not is_live)
         after = None if device is None else stream_of(device).record_event()
-        return _SyncCapture(is_live, instant, fingerprints, after, route)
+        # Only another thread can have changed one meanwhile.
+        changed = [*map(operator.ne, versions_of(taken.tensors), counted)]
+        path = plan.tear_check.paths[taken.tensor_entries[changed.index(True)]] if any(changed) else ""
+        return _SyncCapture(is_live, instant, fingerprints, after, route, path)
 
     def _undo(self, step: int, place: Reservation, error: BaseException) -> None:
         """Give up a save that has raised an exception, unless its copy has begun."""
@@ -333,6 +340,7 @@ class _SyncCapture(NamedTuple):
     after: StreamEvent | None  # recorded on the current stream afterwards
     # The route through the gated tensors, if some are on a device; memory is reserved for exactly this route.
     route: Route | None
+    changed: str  # the path of a tensor that has changed meanwhile; empty without one
 
 
 def _device(sources: Sources) -> torch.device | None:

@@ -178,7 +178,7 @@ class SavedInstant:
         begins = np.fromiter(map(_address, sources), np.int64, len(sources)) + check.starts
         self._live = begins[:, None] + within
         self._tensors_of, self._entry_of_tensor = check.tensors_of, check.entry_of_tensor
-        self._versions = _versions(tensors)
+        self._versions = versions_of(tensors)
         self._words = _read_words(self._live, check.wide, readable)
 
     def find_changed(self) -> str:
@@ -211,7 +211,7 @@ class SavedInstant:
         """Return a tensor that differs from the staging area though torch has counted no change. Reads all bytes, on
         the training's stream. Training thread.
         """
-        versions = _versions(self._tensors)
+        versions = versions_of(self._tensors)
         counted = {
             entry
             for entry, now, before in zip(self._entry_of_tensor, versions, self._versions, strict=True)
@@ -230,7 +230,7 @@ class SavedInstant:
         return [source.data_ptr - source.start_bytes for source in self._sources]
 
     def _find_changed(self, places: _Places, tensors: Sequence[int]) -> str:
-        now = _versions([*map(self._tensors.__getitem__, tensors)])
+        now = versions_of([*map(self._tensors.__getitem__, tensors)])
         before = [*map(self._versions.__getitem__, tensors)]
         if now != before:
             changes = zip(tensors, now, before, strict=True)
@@ -321,7 +321,7 @@ def _differs_in(
     return bool(((live != copy) & (mine != 0)).any())
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     try:
         return [*map(_version, tensors)]
     except RuntimeError:  # one was made in inference mode, where torch counts nothing

@@ -38,6 +38,12 @@ def test_a_tensor_in_a_container_is_filled_where_it_lies() -> None:
     assert shadow["other"].tolist() == [1.0] * 4
 
 
+def test_an_expanded_tensor_in_a_container_is_replaced_since_torch_copies_nothing_into_it() -> None:
+    mask: dict[str, Any] = {"mask": torch.zeros(4, 1).expand(4, 7)}
+    assert refill(mask, {"mask": torch.arange(4.0).view(4, 1).expand(4, 7)})
+    assert mask["mask"].tolist() == [[float(row)] * 7 for row in range(4)]
+
+
 @pytest.mark.parametrize(
     ("live", "saved"), [([1], {"a": 1}), ({"a": 1}, [1]), (1, 2), ((1,), (2,)), ("a", "b"), ([1], (1,))]
 )

@@ -34,6 +34,7 @@ from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.save.copy_plan import SlicePlan
 from trainer_side.save.hook_coverage import CopyPolicy
+from trainer_side.save.staging import CopyEngine
 from trainer_side.save.tearing import DeviceWords, SavedInstant, TearCheck
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.tree import collect, tensor_paths
@@ -384,3 +385,28 @@ def test_no_tensor_is_kept_beyond_the_first_update(runs: Any) -> None:
     before = alive()  # of other tests, whose failures or threads may hold theirs
     runs(Training, 3)
     assert all(any(one is earlier for earlier in before) for one in alive())
+
+
+def test_a_step_whose_tensor_another_thread_changes_inside_save_is_withdrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A buffer is copied in `save()`, where no gate is needed: no other code of the training thread can run."""
+    link = FakeLink()
+    monkeypatch.setattr(joining, "connect_stager", link.meet)
+    model = torch.nn.BatchNorm1d(8)
+    config = TrainerConfig(events=None, on_not_durable="warn", close_seconds_max=0.1)
+    copy_host, changes = CopyEngine.copy_host, [True, False]
+
+    def change_and_copy(*args: Any) -> None:
+        if changes.pop():
+            model.get_buffer("running_mean").add_(1)
+        copy_host(*args)
+
+    with Checkpointer({"model": model}, config=config) as checkpointer:
+        monkeypatch.setattr(CopyEngine, "copy_host", staticmethod(change_and_copy))
+        checkpointer.save(0)
+        link.bytes_of(0)
+        assert 0 not in link.declined
+        link.stage(0)
+        checkpointer.save(1)
+        assert "model/running_mean was changed after save(1)" in link.declined[1].text
