@@ -2,7 +2,8 @@
 
     stager lost ─► hold ─┬─ reached again, same attempt and ring ─► offered again, from the staging area
                          ├─ reached again, another ring ──────────► failed
-                         ├─ the step has ended meanwhile ─────────► declined there
+                         ├─ the step has ended meanwhile, or this
+                         │  rank has declined it ─────────────────► declined there
                          └─ LOST_STAGER_SECONDS_MAX after the first loss ─► failed
 
 A rank with local tiers holds no share: its memory is needed for the next steps, which go to the tiers. The ring's
@@ -35,6 +36,12 @@ class HeldShares:
         until = self._clock() + LOST_STAGER_SECONDS_MAX
         self._deadlines = {one.transfer.step: self._deadlines.get(one.transfer.step, until) for one in shares}
         self._held, self._error = shares, error
+
+    def decline(self, step: int, reason: Reason) -> None:
+        """Decline a step, for example because its copy is torn; `drain` yields it without a transfer."""
+        for one in self._held:
+            if one.transfer.step == step:
+                one.transfer.set_state(TransferState.DECLINED, reason)
 
     def drain(self) -> Iterator[tuple[int, Outgoing | None]]:
         """Yield the held steps, oldest first, each with the transfer to offer again; None: the step has ended."""

@@ -172,10 +172,14 @@ class Link:
         self._newest_step = max(self._newest_step, step)
 
         def send() -> None:
+            own = reason.with_rank(self.job.rank)
+            if self.job.problem is not None:
+                self._held.decline(step, own)
+                return
             message = self._decline_message(step, reason.text, needed_pickle_bytes)
-            self._session.outbox.decline(step, message, reason.with_rank(self.job.rank))
+            self._session.outbox.decline(step, message, own)
 
-        self._enqueue_if_alive(send)
+        self._enqueue(send)
 
     def _decline_message(self, step: int, why: str, needed_pickle_bytes: int = 0) -> bytes:
         return wire.encode(

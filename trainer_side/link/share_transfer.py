@@ -170,8 +170,8 @@ class WholeTransfer:
         elif least is TransferState.SENT:
             reached = TransferState.SENT
         else:
-            # All shares are offered again after the loss of all stagers: the whole is not.
-            begun = max(progress) or transfer.state is not TransferState.OFFERED
-            reached = TransferState.SENDING if begun else TransferState.OFFERED
+            # A held share is OFFERED again, which the whole never is.
+            has_begun = max(progress) > 0 or transfer.state is not TransferState.OFFERED
+            reached = TransferState.SENDING if has_begun else TransferState.OFFERED
         if reached is not transfer.state:
             transfer.set_state(reached)

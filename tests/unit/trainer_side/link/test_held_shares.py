@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.errors import PeerLost
 from holdfast.image.save_record import SaveRecord
 from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
+from holdfast.telemetry.causes import DeclineCause
 from tests.unit.trainer_side.stager_port import LAYOUT, Source
 from trainer_side.link.held_shares import HeldShares
 from trainer_side.link.outgoing import Outgoing, SendPlan
@@ -47,3 +48,11 @@ def test_only_shares_whose_deadline_has_passed_fail() -> None:
     held.fail_expired()
     assert early.transfer.state is TransferState.FAILED
     assert [step for step, _ in held.drain()] == [2]
+
+
+def test_held_shares_of_a_declined_step_are_not_offered_again() -> None:
+    held, declined = HeldShares(lambda: 0.0), _held_share(1)
+    held.hold([declined, _held_share(2)], PeerLost("the stager is dead"))
+    held.decline(1, DeclineCause.TORN.because("a tensor was changed"))
+    assert declined.transfer.state is TransferState.DECLINED
+    assert [(step, one is None) for step, one in held.drain()] == [(1, True), (2, False)]

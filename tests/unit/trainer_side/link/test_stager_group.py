@@ -609,3 +609,38 @@ def test_beside_local_tiers_a_lost_lead_costs_the_step_at_once(tmp_path: Path) -
     assert transfer.released.wait(SECONDS_MAX), "the next step needs its memory"
     until(lambda: scene.ports[1].left)
     scene.group.close(seconds_max=0.0)
+
+
+def test_a_step_that_was_sent_waits_for_all_stagers_if_they_are_lost_at_the_same_time(again: Scene) -> None:
+    transfer = again.offer()
+    for index in range(STAGERS):
+        again.send(index)
+    until(lambda: transfer.state is TransferState.SENT)
+    again.closed |= {0, 1}
+    for port in again.ports:
+        port.dead = True
+    until(lambda: all(link.job.problem for link in again.group._links))
+    again.closed.clear()
+    until(lambda: all(again.back) and again.group.job.problem is None)
+    for index, (port,) in enumerate(again.back):
+        again.ports[index] = port
+        assert [frame.step for frame in port.of(Kind.OFFER)] == [1]
+        again.send(index)
+        port.say(Kind.STAGED, step=1)
+    assert transfer.released.wait(SECONDS_MAX)
+    assert transfer.state is TransferState.STAGED
+
+
+def test_a_step_that_is_declined_while_all_stagers_are_lost_is_not_sent_again(again: Scene) -> None:
+    transfer = again.offer()
+    again.closed |= {0, 1}
+    for port in again.ports:
+        port.dead = True
+    until(lambda: all(link.job.problem for link in again.group._links))
+    again.group.decline(1, DeclineCause.TORN.because("a tensor was changed"))
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    assert transfer.state is TransferState.DECLINED
+    again.closed.clear()
+    until(lambda: all(ports and ports[-1].of(Kind.DECLINE) for ports in again.back))
+    assert not any(ports[-1].of(Kind.OFFER) for ports in again.back)
