@@ -369,9 +369,10 @@ class Counting(nn.Module):
         self.register_buffer("cache", torch.ones(1), persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.inner.calls += 1  # type: ignore[operator]
-        self.constant.copy_(self.constant.clone())
-        self.cache = torch.ones(len(self.cache) + 1)
+        self.inner.get_buffer("calls").add_(1)
+        constant, cache = self.get_buffer("constant"), self.get_buffer("cache")
+        constant.copy_(constant.clone())
+        self.cache = torch.ones(len(cache) + 1)
         outputs: torch.Tensor = self.inner(inputs)
         return outputs
 
