@@ -89,7 +89,7 @@ BUDGETS = {
     "stager/session": 1500,
     "trainer_side": 2300,
     "trainer_side/convert": 1750,
-    "trainer_side/data": 900,
+    "trainer_side/data": 950,
     "trainer_side/frameworks": 1100,
     "trainer_side/link": 2500,
     "trainer_side/notice": 1100,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 4900,
     "trainer_side/trackers": 550,
 }
-PRODUCT_LINES_MAX = 84_550
+PRODUCT_LINES_MAX = 84_600
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
