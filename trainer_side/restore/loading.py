@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -429,7 +429,9 @@ def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collecti
     lists = same_group_lists(value) if is_optimizer else nullcontext()
     with _name_refusals(name, value), rollback:
         optimizers = optimizers_of({name: value})
-        casts = uncasting(optimizers, on_host) if optimizers else nullcontext([])
+        casts: AbstractContextManager[list[Optimizer]] = nullcontext([])
+        if optimizers:
+            casts = uncasting(optimizers, on_host)
         with casts as done, lists, writable(value):
             value.load_state_dict(saved)
         if is_optimizer and not done:
