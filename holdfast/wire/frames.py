@@ -23,7 +23,7 @@ from typing import Any
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, ProtocolError
 
-VERSION = 10
+VERSION = 11
 CONTROL_TAG = 1
 _FIRST_DATA_TAG = 16
 _PIECES_APART_MAX = 64
