@@ -297,9 +297,9 @@ def _watch_listener() -> None:
         _checks().proved(hello.incarnation)
         assign(self, sock, hello, received)
 
-    def noted_job(self: JobListener, port: TcpTrainersPort) -> None:
+    def noted_job(self: JobListener, port: TcpTrainersPort, *refusal: Any) -> None:
         _checks().served(port)
-        open_job(self, port)
+        open_job(self, port, *refusal)
 
     _replace(JobListener, _assign=noted_proof, open_job=noted_job)
 
