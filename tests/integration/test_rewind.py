@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from holdfast.checkpoints.lease import find_local_writer
+from holdfast.store import open_store
 from operator_side.commands.ls import ls
 from operator_side.commands.rewind import rewind
 from tests.integration.jobs import data
-from tests.support.cluster import Cluster, losses
+from tests.support.cluster import Cluster, losses, wait_until
 
 pytestmark = [pytest.mark.mpi]
 RANKS, EVERY, SAMPLES, BATCH = 2, 5, 53, 3  # 20 steps reach a third epoch
@@ -24,6 +26,8 @@ def trained(cluster: Cluster, steps: int) -> list[dict[int, Any]]:
     with cluster.start(RANKS, *arguments, runtime=cluster.directory / "runtime") as job:
         job.succeed(120)
     cluster.wait_for_flusher()
+    # `rewind` refuses while its process runs, which may take seconds to exit.
+    wait_until(lambda: not find_local_writer(open_store(cluster.store)), 60, "the flusher has not exited")
     return [losses(cluster.out(cluster.started) / f"trained-{rank}") for rank in range(RANKS)]
 
 
