@@ -23,7 +23,7 @@ from benchmarks.spread import Spread, ratios, spread
 
 __all__ = ["ADAPTIVE", "ALONE", "STATIC", "grids", "measure", "overheads"]
 
-_ROUNDS = 4
+_ROUNDS = 3
 _MODEL, _IMAGE_BYTES, _RING_BYTES = "resnet50", 205_000_000, 256 << 20
 _TOY_IMAGE_BYTES = 3 << 20
 _ITERATION_SECONDS = 0.05
@@ -56,10 +56,11 @@ def measure(options: Options) -> dict[str, Any]:
             with options.running(shape) as cluster:
                 cluster.prepare("holdfast")
                 chosen = 0
-                for name, every in ((ALONE, AUTO), (_PLAIN, NEVER), (ADAPTIVE, AUTO), (STATIC, 0)):
+                for name in (ALONE, _PLAIN, ADAPTIVE, STATIC):
                     options.progress(f"round {number + 1}: {name}")
+                    every = {_PLAIN: NEVER, STATIC: chosen}.get(name, AUTO)
                     with slow.shared(_LEFT) if name in {STATIC, ADAPTIVE} else nullcontext():
-                        run = _run(cluster, options, name, every or chosen)
+                        run = _run(cluster, options, name, every)
                     runs.append({"name": name, "round": number, **run})
                     if name == ALONE:
                         chosen = _interval(run["saved"])
