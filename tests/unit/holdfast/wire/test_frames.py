@@ -39,7 +39,7 @@ def test_bytes_are_as_documented() -> None:
     message = wire.encode(Kind.CREDIT, attempt=2, step=3, chunk=4, flags=5, arg=6, body=b"{}")
     assert message[:4] == b"HFW1"
     fields = struct.unpack("<4sHHQQIIQII", message[:48])
-    assert fields[1:9] == (10, 35, 2, 3, 4, 5, 6, 2)
+    assert fields[1:9] == (11, 35, 2, 3, 4, 5, 6, 2)
     assert fields[9] == zlib.crc32(message[:44] + b"\0\0\0\0" + b"{}")
 
 
@@ -67,7 +67,7 @@ def test_a_cut_message_is_refused(cut: int) -> None:
 def _with_valid_crc(**changed: int) -> bytes:
     fields = {
         "magic": 0x31574648,
-        "version": 10,
+        "version": 11,
         "kind": 4,
         "attempt": 1,
         "step": 1,
@@ -84,7 +84,7 @@ def _with_valid_crc(**changed: int) -> bytes:
     ("changed", "said"),
     [
         ({"magic": 1}, "magic"),
-        ({"version": 11}, "version 11"),
+        ({"version": 12}, "version 12"),
         ({"kind": 99}, "kind 99"),
         ({"step": 2**63}, "2\\^62"),
         ({"attempt": 2**63}, "2\\^62"),
