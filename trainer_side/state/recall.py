@@ -193,7 +193,7 @@ class FastPickling:
 
     def pickle(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
         """Return the pickle of a tree, and its classes (`Pickling.kinds`) except tensors'. Any thread. `stand_ins`:
-        Those of its tensors, by id(). Raises one of `REFUSED` where `Pickling.pickle` would, too.
+        By id(), the placeholders of the tree's tensors. Raises one of `REFUSED`, as `Pickling.pickle` does.
         """
         try:
             out, kinds = self._dump(value, stand_ins)
